@@ -132,7 +132,8 @@ def measure(args) -> dict:
         print(f"{job}, {config}.yaml, {precision}", file=sys.stderr, flush=True)
         flags = ["--job", job, "--precision", precision] + ["--stand_ins"] * args.stand_ins
         launch_flags = ["--mixed_precision", precision] if precision != "no" else []
-        return common.launch_workers(config, __file__, *flags, launch_flags=launch_flags)
+        timeout_s = 3600 if args.stand_ins else 600  # a laptop may be busy
+        return common.launch_workers(config, __file__, *flags, launch_flags=launch_flags, timeout_s=timeout_s)
 
     measured = {"resnet50": {}, "plain loop": {}}
     for name, precision in precisions.items():

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 import textwrap
 
@@ -69,7 +70,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         run = self.add_argument_group("run")
         run.add_argument("--seed", type=at_least(0, below=2**32), default=0, help="seed of all random numbers")
-        run.add_argument("--output_dir", help="folder of this run (default: a new one under runs/)")
+        # bash leaves the ~ of --output_dir=~/runs/x to the program: a folder called ~ would be made.
+        run.add_argument("--output_dir", type=os.path.expanduser, help="folder of this run (default: new, under runs/)")
         run.add_argument("--timeout_s", type=positive_int, default=600, help="seconds a process waits for the others")
         if log_every is None:
             return
@@ -77,9 +79,7 @@ class ArgumentParser(argparse.ArgumentParser):
         run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="in steps; 0: every epoch")
         run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="number to keep; 0: all")
         run.add_argument("--save_best", metavar="METRIC", help="keep the best model: by loss, min:NAME or max:NAME")
-        run.add_argument(
-            "--patience", type=non_negative_int, default=0, help="stop after N tests without a better METRIC (or loss)"
-        )
+        run.add_argument("--patience", type=non_negative_int, default=0, help="stop after N tests that are no better")
         run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
         run.add_argument("--log_with", metavar="TRACKER", help="also log to an Accelerate tracker: tensorboard, wandb")
         run.add_argument("--deterministic", action="store_true", help="the same bits in each run; slower on GPUs")
@@ -87,9 +87,7 @@ class ArgumentParser(argparse.ArgumentParser):
             run.add_argument(
                 "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off"
             )
-            run.add_argument(
-                "--whole_gradients", action="store_true", help="FSDP: reduce once per step: faster, more memory"
-            )
+            run.add_argument("--whole_gradients", action="store_true", help="FSDP: reduce once per step; more memory")
 
     def print_help(self, file=None):
         if is_local_main():

@@ -62,19 +62,21 @@ class ItemFetcher(Dataset):
 
     def __getitems__(self, request: Request) -> list:
         """The items of a request; afterwards the generators are seeded for collate_fn."""
-        epoch, indices, random_ids = request
+        return list(self._items(*request))
+
+    def _items(self, epoch: int, indices: list[int], random_ids: list[int]) -> Iterator:
+        """A generator, out of which StopIteration of an item comes as an error: it would end the epoch unseen."""
         if ItemFetcher.newest != (self, epoch):
             set_epoch(self.dataset, epoch)
             ItemFetcher.newest = self, epoch
-        if self.deterministic:
-            read = getattr(self.dataset, "__getitems__", None)
-            return read(indices) if read else [self.dataset[index] for index in indices]
-        items = []
+        if self.deterministic and (read := getattr(self.dataset, "__getitems__", None)):
+            return (yield from read(indices))
         for index, random_id in zip(indices, random_ids, strict=True):
-            seed_generators(combine(self.seed, epoch, random_id))
-            items.append(self.dataset[index])
-        seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
-        return items
+            if not self.deterministic:
+                seed_generators(combine(self.seed, epoch, random_id))
+            yield self.dataset[index]
+        if not self.deterministic:
+            seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
 
     def collate_fn(self, items: list) -> Any:
         """The batch of the items; ends the run if the user's function leaves out those that are None."""

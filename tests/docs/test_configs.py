@@ -1,5 +1,6 @@
 """Every config file is accepted by Accelerate, says how it is used, and starts what it says."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -91,6 +92,26 @@ def test_sbatch_files_are_bash_and_take_flags_that_exist(name):
     assert (ROOT / words[words.index("--config_file") + 1]).is_file()
     options = re.findall(r"^#SBATCH (.+)$", text, flags=re.M)
     assert {"--signal=B:USR1@120", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+
+
+def test_several_machines_meet_at_the_address_of_the_first_one_with_either_backend():
+    """With same_network, static would hand on another address; a job that is queued again goes on."""
+    assert load_config_from_file(str(ROOT / "accelerate_configs" / "multi_node.yaml")).same_network is False
+
+
+@pytest.mark.parametrize("name", ["one_node", "multi_node"])
+def test_a_job_that_is_queued_again_resumes_the_run_of_its_number(name, tmp_path):
+    """The sbatch file itself, with an srun that says what it would start."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "activate").touch()
+    for program in ("srun", "scontrol"):
+        (programs / program).write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+        (programs / program).chmod(0o755)
+    environment = {"VENV": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", ROOT / "accelerate_configs" / "slurm" / f"{name}.sbatch", "scripts/mine.py", "--lr", "1"]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert printed[-6:] == ["scripts/mine.py", "--output_dir", "runs/slurm-7", "--lr", "1", "--resume"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "single_gpu", "dp"])

@@ -10,6 +10,7 @@ from pages import guide, section
 OTHERS = """
     EADDRINUSE | port `29500`, but another process is utilizing it | ValueError: Cuda is not available.
     The config file at FILE had unknown keys (['ipex_config'])
+    Module 'accuracy' doesn't exist on the Hugging Face Hub either | SignalException
     Bus error | Expected to mark a variable ready only once | Expected to have finished reduction in the prior iteration
 """
 

@@ -30,9 +30,11 @@ def test_the_notebook_trains_on_one_and_on_all_and_compares(tmp_path, home, monk
     assert float(re.search(r"differ by (\S+) of", printed)[1]) < 1e-5
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert printed.rstrip().endswith("nothing: no GPU was there")
+    (top,) = (tmp_path / "runs").iterdir()  # with the time in its name: run twice, no run meets an old one
+    assert re.fullmatch(r"notebook-\d{8}-\d{6}", top.name)
     for name, processes in (("one", 1), ("all", 2)):
-        assert run_reader.launches(tmp_path / "runs" / name)[0]["num_processes"] == processes
-        assert run_reader.summary(tmp_path / "runs" / name)["test_samples"] == 10_000
+        assert run_reader.launches(top / name)[0]["num_processes"] == processes
+        assert run_reader.summary(top / name)["test_samples"] == 10_000
 
 
 def test_the_notebook_in_the_repository_has_no_outputs():

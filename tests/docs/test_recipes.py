@@ -1,5 +1,6 @@
 """The loops of guides/reference/recipes.md, as they stand there, equal a plain loop over whole batches."""
 
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,24 @@ from plain_loop import batches_of
 from torch import nn
 
 from tests.programs import recipes
+from utils.randomness import combine, random_normal
 
-LOGGED = {"normalizers": "loss", "ratio": "dice", "updates": "loss"}
+LOGGED = {"normalizers": "loss", "buffer": "loss", "noise": "loss", "ratio": "dice", "updates": "loss"}
 
 
-def plain_losses(recipe, model, batch):
+def plain_losses(recipe, model, batch, step, criterion):
     """The losses of a step, each computed when the optimizer has taken the step before; and what is logged."""
+    if recipe == "buffer":
+        scores, losses = recipes.centered_losses(model, criterion, batch)
+        yield losses.mean(), losses.mean()
+        criterion.center = 0.9 * criterion.center + 0.1 * scores.detach().mean(0)
+    if recipe == "noise":
+        loss = recipes.class_losses(model, batch).mean()
+        yield loss, loss
+        for name, parameter in model.named_parameters():
+            key = combine(0, step, zlib.crc32(name.encode()))
+            noise = random_normal(key, torch.arange(len(parameter)), parameter.shape[1:])
+            parameter.data += 0.01 * noise.double()
     if recipe == "normalizers":
         class_losses, box_losses = recipes.detection_losses(model, batch)
         loss = class_losses.mean() + box_losses.sum() / batch.data[2].sum()
@@ -41,9 +54,10 @@ def plain():
     for recipe in LOGGED:
         tensors, model, logged = recipes.make_data().tensors, recipes.make_model(), []
         optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
-        for _, indices in batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2):
+        criterion = recipes.Criterion()
+        for step, (_, indices) in enumerate(batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)):
             batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
-            for loss, value in plain_losses(recipe, model, batch):
+            for loss, value in plain_losses(recipe, model, batch, step, criterion):
                 value = value.item()
                 optimizer.zero_grad()
                 loss.backward()
@@ -139,7 +153,7 @@ def test_a_checkpoint_goes_on_in_plain_pytorch(tmp_path):
         )
         *_, (_, indices) = batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)
         batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
-        next(plain_losses("normalizers", model, batch))[0].backward()
+        next(plain_losses("normalizers", model, batch, 7, None))[0].backward()
         optimizer.step()
     finally:
         torch.set_default_dtype(torch.float32)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import zlib  # noqa: F401 (for the lines of the page, as those below)
 from pathlib import Path
 
 import torch
@@ -13,11 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
 from utils.loader import GlobalLoader
+from utils.parallel.shards import local_rows  # noqa: F401
+from utils.randomness import combine, random_normal  # noqa: F401
 from utils.run import Run
+from utils.sample_metrics import gather_samples  # noqa: F401
 
 PAGE = Path(__file__).resolve().parents[2] / "guides" / "reference" / "recipes.md"
 SECTIONS = {
     "normalizers": "Two losses with two normalizers",
+    "buffer": "A buffer from the samples of all processes",
+    "noise": "Noise on weights or gradients: Langevin, DP-SGD",
     "ratio": "A ratio of sums: Dice",
     "tests": "A test every N steps",
     "updates": "Several optimizer steps on one batch: PPO",
@@ -79,6 +85,17 @@ def overlap_and_size(model, batch):
     return (found * mask).sum(1), (found + mask).sum(1)
 
 
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+
+def centered_losses(model, criterion, batch):
+    scores = outputs(model, batch)[0]
+    return scores, F.cross_entropy(scores - criterion.center, batch.data[1], reduction="none")
+
+
 def log_probs(model, batch):
     scores = outputs(model, batch)[0].log_softmax(1)
     return scores.gather(1, batch.data[1][:, None]).squeeze(1)
@@ -105,8 +122,10 @@ def main():
     test_loader = GlobalLoader(make_data(), 5, accelerator)
     model = make_model(dropout=0.5 if args.recipe == "tests" else 0)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.2, momentum=0.9))
-    run.start(train_loader, test_loader, 2 * len(train_loader), checkpoint={"model": model, "optimizer": optimizer})
-    losses_of = class_losses if args.recipe == "tests" else detection_losses
+    criterion = Criterion().to(accelerator.device)
+    checkpoint = {"model": model, "optimizer": optimizer, "criterion": criterion}
+    run.start(train_loader, test_loader, 2 * len(train_loader), checkpoint=checkpoint)
+    losses_of = class_losses if args.recipe in ("tests", "noise") else detection_losses
     for epoch in run.epochs():
         model.train()
         exec(loop_of(args.recipe), {**globals(), **locals(), "epoch": epoch})

@@ -98,6 +98,12 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
     assert tested["accuracy"] == pytest.approx((predicted == test.tensors[1]).double().mean().item())
 
 
+def test_the_gradient_of_a_step_is_clipped_and_not_that_of_a_micro_batch(train, small_mnist):
+    flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 2, "--log_every", 1, "--float64"]
+    flags += ["--max_grad_norm", 0.05, "--gradient_accumulation_steps"]
+    assert largest_difference(train("four", *flags, 4), train("one", *flags, 1)) <= 1e-10
+
+
 def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     """A step of accumulation is that of the mean over all cells with ink, and not of a mean of means."""
     flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 1, "--log_every", 1, "--float64"]

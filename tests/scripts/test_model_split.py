@@ -5,6 +5,7 @@ For each schedule and for each number of processes, stages and copies.
 This file is also the script that its tests launch on several processes.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -462,6 +463,17 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
         assert torch.equal(x, model_split.to_input(images, torch.float32))
     with torch.no_grad():
         assert torch.equal(last(first(images)), fresh.eval()(x))
+
+
+@pytest.mark.parametrize(("samples", "is_stopped"), [(48 + 20, True), (48 + 24, False)])
+def test_the_smallest_micro_batch_is_that_of_the_last_step(samples, is_stopped):
+    """Of 2 pipelines x 3 micro-batches x 2 accumulation steps: 20 samples leave 1 for some of the 12, and 24 two."""
+    args = SimpleNamespace(num_stages=2, num_microbatches=3, gradient_accumulation_steps=2, batch_size=48, norm="batch")
+    layout = model_split.choose_layout(args, fake_accelerator(4))
+    assert (layout.replicas, layout.accumulation, layout.micro_batch_size) == (2, 6, 4)
+    data = LabelledImages(torch.zeros(samples, 1, 28, 28), torch.zeros(samples), ["0"])
+    with pytest.raises(SystemExit) if is_stopped else contextlib.nullcontext():
+        model_split.check_batch_norm(args, layout, data, total_steps=2)
 
 
 def test_the_stages_are_the_most_even_of_all():

@@ -1,5 +1,6 @@
 """ResNet-50: N processes are one process with N accumulation steps, and the files are whole."""
 
+import contextlib
 import copy
 import math
 import os
@@ -14,16 +15,20 @@ import safetensors.torch
 import torch
 import torchvision
 from conftest import ROOT
+from fakes import fake_accelerator
 from PIL import Image
 from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from scripts import resnet50
 from utils.accelerator import TrainingAccelerator
 from utils.data.image_files import ImageFiles
 from utils.data.images import load_splits
+from utils.loader import GlobalLoader
+from utils.metrics import Metrics
 from utils.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
@@ -86,6 +91,29 @@ def test_inputs_losses_and_predictions_equal_torchvisions_model_and_weights():
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     assert predicted.tolist() == logits.argmax(1).tolist()
     assert num_larger.tolist() == [3, 3]
+
+
+def test_a_label_is_in_the_top_5_with_4_larger_logits_and_not_with_5():
+    class Logits(nn.Module):
+        def forward(self, images):
+            return torch.arange(10.0).expand(len(images), 10)
+
+    run = SimpleNamespace(accelerator=fake_accelerator(), new_metrics=lambda: Metrics(run.accelerator))
+    run.accelerator.autocast = contextlib.nullcontext
+    run.test_batches = iter
+    images, labels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([9, 5, 4, 0])
+    loader = GlobalLoader(TensorDataset(images, labels), 4, run.accelerator)
+    tested = resnet50.evaluate(Logits(), loader, run)
+    assert (tested["accuracy"], tested["top5_accuracy"]) == (0.25, 0.5)
+
+
+def test_batch_norms_and_biases_have_a_weight_decay_of_their_own():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    args = SimpleNamespace(lr=0.1, batch_size=256, weight_decay=2e-5, norm_weight_decay=0.0, nesterov=False)
+    optimizer = resnet50.make_optimizer(args, model, fake_accelerator())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = {group["weight_decay"]: [names[p] for p in group["params"]] for group in optimizer.param_groups}
+    assert groups == {2e-5: ["0.weight", "3.weight"], 0.0: ["0.bias", "1.weight", "1.bias", "3.bias"]}
 
 
 def test_mixed_labels_and_smoothing():

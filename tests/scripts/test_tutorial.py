@@ -43,6 +43,12 @@ def make_data(count=997):
     return images, torch.randint(4, (count,), generator=generator)
 
 
+def test_parts_have_each_sample_once_whatever_was_rounded():
+    parts = tutorial.DataPartitioner(997).parts
+    assert [len(part) for part in parts] == [699, 199, 99]
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(997))
+
+
 @pytest.mark.parametrize(
     ("fractions", "weighted", "is_right"),
     [

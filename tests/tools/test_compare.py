@@ -290,5 +290,6 @@ def test_where_there_is_nothing_to_compare_the_exit_code_is_2(tmp_path, command,
     code, text = command("a", "empty")
     assert code == 2
     assert "nothing to compare" in text
+    assert "No tensors of a checkpoint or model to compare." in text
     monkeypatch.setattr(compare, "judge", lambda *tables: 1 / 0)  # an unexpected error is not "different"
     assert command("a", "a")[0] == 2

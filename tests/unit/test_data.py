@@ -8,6 +8,7 @@ import torch
 from conftest import MNIST
 from PIL import Image
 
+from scripts import mnist_mlp
 from utils.data import images as data
 from utils.data.files import find_data
 from utils.data.image_files import decode_images
@@ -38,8 +39,8 @@ def test_bundled_mnist_has_the_known_counts_and_pixels():
     assert images.dtype == torch.uint8
     # Class counts as published; mean and deviation as the script's constants.
     assert torch.bincount(test.tensors[1]).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert images.double().mean() == pytest.approx(33.3184, abs=1e-4)
-    assert images.double().std() == pytest.approx(78.5675, abs=1e-4)
+    assert images.double().mean() == pytest.approx(mnist_mlp.MEAN, abs=1e-4)
+    assert images.double().std() == pytest.approx(mnist_mlp.STD, abs=1e-4)
 
 
 def test_pgm_fast_path_equals_pil(small_mnist):

@@ -64,6 +64,14 @@ def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
     assert set(vars(parser.parse_args([]))) == {"seed", "output_dir", "timeout_s", "may_change"}
 
 
+def test_an_output_folder_in_the_home_folder(monkeypatch):
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parser.parse_args(["--output_dir=~/runs/x"]).output_dir == "/home/me/runs/x"
+    assert parser.parse_args([]).output_dir is None
+
+
 HELPERS = {"network_timing", "pictures"}
 PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if path.stem not in HELPERS]
 

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+import traceback
 
 import datasets
 import numpy as np
@@ -618,8 +619,12 @@ def test_what_items_draw_depends_on_nothing_but_seed_epoch_and_item(kind):
         assert all(item[1:] != plain[index][1:] for index, item in other.items())
 
 
+class PromisedSquares(Squares):
+    deterministic = True
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Squares, BatchedSquares, Noisy, BatchedNoisy])
+@pytest.mark.parametrize("kind", [Squares, PromisedSquares, BatchedSquares, Noisy, BatchedNoisy])
 def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):
     def draw():
         return torch.rand(2).tolist(), random.random(), np.random.randn(), torch.randn(1).item()
@@ -816,6 +821,18 @@ def test_other_errors_of_a_dataset_keep_their_traceback(kind):
     for workers in (0, 1):
         with pytest.raises(kind, match="no such column"):
             list(make(Broken(), num_workers=workers).epoch(0))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers, deterministic):
+    class Exhausted(Squares):
+        def __getitem__(self, index):
+            return next(iter([]))
+
+    with pytest.raises(RuntimeError) as raised:
+        list(make(Exhausted(), num_workers=workers, deterministic=deterministic).epoch(0))
+    assert "return next(iter([]))" in "".join(traceback.format_exception(raised.value))
 
 
 @pytest.mark.parametrize("dataset", [Sentences(3), TensorDataset(torch.ones(3, 2))], ids=["items", "tensors"])

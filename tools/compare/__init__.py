@@ -346,7 +346,8 @@ def report(reference: Run, other: Run, tolerance: float) -> tuple[int, str]:
             show(table.to_string(columns=columns, index=False, max_colwidth=60, formatters=formats) + "\n")
     last_step = min(reference.step, other.step)
     show(describe(numbers, f"logged numbers up to step {last_step}", "of the number"))
-    show(describe(tensors, f"tensors of {' and '.join(tensors['source'].unique())}", "of the tensor's largest entry"))
+    sources = " and ".join(tensors["source"].unique()) or "a checkpoint or model"
+    show(describe(tensors, f"tensors of {sources}", "of the tensor's largest entry"))
     if code == 0 and reference.step != other.step:
         verdict += f" up to step {last_step}"
     if code == 1:
