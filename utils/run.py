@@ -127,7 +127,6 @@ class Run:
         self.checkpoints = Checkpoints(accelerator, path / "checkpoints", checkpoint, facts, args.keep_checkpoints)
         self.step, self.run_state = self.checkpoints.load()
         self.best.load_state(self.run_state)
-        # The processes of a pipeline share the model.
         self.unsaved = [] if model_parts else same_state.check_prepared(accelerator, self.checkpoints, is_meant)
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.run_state.get("metrics"))
