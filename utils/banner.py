@@ -114,7 +114,9 @@ def describe_code() -> dict:
 def code_digests() -> dict[str, str]:
     """A digest of the script and of each file of utils/, which must be the same on all machines."""
     beside, script = Path(__file__).parents[1], Path(sys.argv[0])
-    files = {str(path.relative_to(beside)): path for path in beside.glob("utils/**/*.py")}
+    # Not by glob, which fails if a folder such as __pycache__ goes meanwhile.
+    paths = (Path(folder, name) for folder, _, names in os.walk(beside / "utils") for name in names)
+    files = {str(path.relative_to(beside)): path for path in paths if path.suffix == ".py"}
     files |= {script.name: script} if script.is_file() else {}  # not in a notebook
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in sorted(files.items())}
 

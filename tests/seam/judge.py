@@ -5,6 +5,7 @@ directory. stdout: for each name, the exit code and what prove has printed, as J
 """
 
 import argparse
+import compileall
 import contextlib
 import io
 import json
@@ -20,6 +21,7 @@ def main() -> None:
     sys.path[0] = str(ROOT / "prove")
     from prove_training import imports, proof, runs
 
+    compileall.compile_dir(ROOT / "utils", quiet=1)  # or else processes write it while others look
     os.environ.update(runs.SETTINGS)
     del sys.path[0]
     folder, said = Path.cwd(), {}
