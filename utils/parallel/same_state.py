@@ -131,7 +131,7 @@ class StepRule:
     def backward(self):
         """Wraps each backward pass."""
         self.passes += 1
-        if self.passes == 1:
+        if self.is_compared and self.passes == 1:
             self.before = now = self._state()
             self._stop_if(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
             self._stop_if(changed(self.after, now, "object"), f"{{}} {ONCE}")
@@ -142,13 +142,16 @@ class StepRule:
 
     def end(self, is_last: bool) -> None:
         """The loop asks for the next micro-batch; is_last: that is one of another step."""
-        layout, now = self.accelerator.layout, self._state()
+        layout = self.accelerator.layout
         self.had_backward |= set() if self.batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []
         self._stop_if(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
         is_mean = self.calls < type(self.batch).mean_loss_calls or self.is_free or layout.num_slots == 1
         given = [] if is_mean or not self.passes else ["batch.mean_loss"]
         self._warn_if(given, "a loss is not from {}, so parts of a batch count equally, whatever their size")
+        if not self.is_compared:
+            return
+        now = self._state()
         # At the end of a step, an average of the model may take its buffers.
         if names := changed(self.start, self.before if is_last else now, "buffer"):
             reason = f"{join(names)} changed in one micro-batch, of {layout.num_slots} in a step"
