@@ -217,7 +217,7 @@ def test_images_and_labels_are_a_split(tmp_path, label):
             for index in range(len(data)):
                 pixels, number = data[index]
                 assert (int(pixels[0, 0, 0]), number) == (first + index, (first + index) % 3)
-    assert train.source(3) == png(3)
+    assert train.split.rows[3]["image"]["bytes"] == png(3)
     assert list(tmp_path.glob("cache/tar/*/labels.npy"))
     loader = GlobalLoader(train, 5, fake_accelerator(), seed=0, collate_fn=train.collate)
     assert loader.describe()["fingerprint"] == train.split.rows.fingerprint

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.atomic_files import fsync, write_json
-from utils.console import is_local_main, show, stop
-from utils.fingerprint import digest
-from utils.run_folder import lock
+from ..atomic_files import fsync, write_json
+from ..console import is_local_main, show, stop
+from ..fingerprint import digest
+from ..run_folder import lock
 
 SAMPLES, SAMPLE = 64, 4096  # how many parts of a file are in its digest, and their bytes
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.console import is_local_main, show, stop
+from ..console import is_local_main, show, stop
 
 # The words that `datasets` takes for splits.
 SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(

@@ -11,10 +11,9 @@ from PIL import ExifTags, Image, ImageOps
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
-from utils.console import stop
-from utils.items import UnreadableItem, stop_at_unreadable_items
-from utils.launched import share_of_cores
-
+from ..console import stop
+from ..items import UnreadableItem, stop_at_unreadable_items
+from ..launched import share_of_cores
 from .files import find_split
 
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")  # modes of Pillow
@@ -115,15 +114,8 @@ class ImageFiles(Dataset):
         return len(self.split.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return read_image(self._cell(index), self.transform), int(self.split.labels[index])
-
-    def _cell(self, index: int) -> dict:
-        return self.split.rows[int(index)][self.split.image_column]
-
-    def source(self, index: int) -> bytes:
-        """The file of an image."""
-        cell = self._cell(index)
-        return Path(cell["path"]).read_bytes() if cell["bytes"] is None else cell["bytes"]
+        cell = self.split.rows[int(index)][self.split.image_column]
+        return read_image(cell, self.transform), int(self.split.labels[index])
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from utils.console import plural, stop
-
+from ..console import plural, stop
 from .files import TEST_SPLITS, announce, find_data
 
 # The repository contains MNIST; a copy of utils/ without it loads MNIST from the Hub.

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from utils.console import plural, show, stop
-from utils.failures.signals import obey_only_parent
-from utils.fingerprint import digest
-from utils.items import UnreadableItem, stop_at_unreadable_items
-from utils.launched import share_of_cores
-
+from ..console import plural, show, stop
+from ..failures.signals import obey_only_parent
+from ..fingerprint import digest
+from ..items import UnreadableItem, stop_at_unreadable_items
+from ..launched import share_of_cores
 from .cache import build_once, cache_folder, file_signature
 from .files import stop_if_unreadable
 

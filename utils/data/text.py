@@ -21,10 +21,9 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from utils.atomic_files import write_atomically
-from utils.console import show, stop
-from utils.fingerprint import digest
-
+from ..atomic_files import write_atomically
+from ..console import show, stop
+from ..fingerprint import digest
 from .cache import build_once, cache_folder, file_signature
 from .files import announce, find_data, list_files, stop_if_unreadable
 
