@@ -31,7 +31,7 @@ The core, in the order in which a script uses it:
     metrics            means over all processes that count each sample once
     checkpoint/        checkpoints: atomic, verified, readable on any topology
     run_folder         the files of a run
-    progress           log lines, the progress bar, timings, and peak memory
+    progress           log lines, timings, and peak memory
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
     trackers           --log_with: log to tensorboard and other trackers, too

@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def show(text: str, colour: str = "", file=None) -> None:
-    """Print a line. On a terminal, clear a progress bar first, and colour the first word.
+    """Print a line. On a terminal, clear a progress bar of a library first, and colour the first word.
 
     If the reader has gone (Ctrl-C ends the `tee` of `script | tee log` at once) or the disk of a log file is full, all
     further output is dropped, and the run goes on to its next checkpoint.

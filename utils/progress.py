@@ -15,7 +15,7 @@ from .console import plural, show
 
 
 class Progress:
-    """Prints log lines, a progress bar on a terminal, and measures the speed of this launch.
+    """Prints log lines, and measures the speed of this launch.
 
     Args:
         step: optimizer steps done before this launch.
@@ -28,11 +28,6 @@ class Progress:
         self.samples, self.wait_s = 0, 0.0  # done in this launch; spent waiting for batches
         self.earlier_s, self.loop_began_at = 0.0, None  # seconds in loops that have ended
         self.last_line = (0.0, 0.0, 0)  # train_s, wait_s and samples at the last log line
-        self.bar = None
-        if shows and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total_steps, initial=step, unit="step", leave=False, dynamic_ncols=True)
 
     @property
     def train_s(self) -> float:
@@ -52,8 +47,6 @@ class Progress:
 
     def step_done(self, samples: int) -> None:
         self.samples += samples
-        if self.bar is not None:
-            self.bar.update()
 
     def since_last_line(self) -> dict[str, float]:
         """Speed, and the percentage of time spent waiting for data, since the last call."""
@@ -66,7 +59,7 @@ class Progress:
         }
 
     def show_line(self, split: str, step: int, epoch: int, metrics: dict, speeds: dict) -> None:
-        """Print a line of metrics.jsonl in a readable form; without a bar, with the training time left."""
+        """Print a line of metrics.jsonl in a readable form, with the training time left."""
         if not self.shows:
             return
         width = 6 + 2 * len(str(self.total_steps))  # keeps columns aligned
@@ -75,15 +68,13 @@ class Progress:
         columns += [metric_text(name, value) for name, value in metrics.items() if name not in hidden]
         speeds = {unit: metrics["samples_per_s"] * x for unit, x in speeds.items() if "samples_per_s" in metrics}
         columns += [f"{speed:,.0f} {unit}" if speed >= 10 else f"{speed:.2f} {unit}" for unit, speed in speeds.items()]
-        if self.bar is None and split == "train" and step > self.first_step:
+        if split == "train" and step > self.first_step:
             left_s = (self.total_steps - step) * self.train_s / (step - self.first_step)
             columns.append(f"eta {datetime.timedelta(seconds=round(left_s))}")
         show("  ".join(columns))
 
     def say_done(self, step: int, result: dict, folder: Path) -> None:
-        """Remove the bar; print the result of the last test, and where the files are."""
-        if self.bar is not None:
-            self.bar.close()
+        """Print the result of the last test, and where the files are."""
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
         show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}", "green")

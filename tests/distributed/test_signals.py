@@ -281,10 +281,7 @@ def test_ctrl_c_before_training_prints_no_traceback(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_on_a_terminal(launcher, small_mnist):
-    """Our own lines come first; there is a bar with the time left, and colours.
-
-    A Ctrl-C leaves a whole line and no bar.
-    """
+    """Our own lines come first, with colours; a Ctrl-C leaves a whole line."""
     terminal, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
@@ -299,7 +296,7 @@ def test_on_a_terminal(launcher, small_mnist):
     shown = b""
     while chunk := read(terminal):
         shown += chunk
-        if re.search(rb"step 200/.*\d+/\d+ \[\d+:\d\d<\d", shown, re.S):
+        if b"step 200/" in shown:
             (worker,) = workers(process, 1)
             worker.send_signal(signal.SIGINT)
             break
@@ -312,8 +309,7 @@ def test_on_a_terminal(launcher, small_mnist):
     assert f"\r\033[K{message}" in shown.decode()
     assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
     assert lines[-2].endswith("--num_epochs 3000 --resume")
-    # Where the end takes 10 s, tqdm's thread draws the bar once more; spaces are written over it.
-    assert not "".join(lines[-1].split("\r")[-2:]).strip()
+    assert not lines[-1]
 
 
 def read(terminal: int) -> bytes:

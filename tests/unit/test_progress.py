@@ -1,6 +1,5 @@
 """What a run shows while it runs, and how it measures time."""
 
-import io
 import sys
 from pathlib import Path
 
@@ -10,11 +9,6 @@ from accelerate import Accelerator
 
 from utils import progress
 from utils.progress import Progress, own_peak_memory_gib, peak_memory_gib
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture
@@ -45,17 +39,6 @@ def test_a_script_adds_speeds_in_its_own_units(clock, capsys):
     shown = Progress(0, total_steps=10, shows=True)
     shown.show_line("train", 5, 1, {"samples_per_s": 50.0}, {"tokens/s": 256, "MFU": 0.008})
     assert "50 samples/s  12,800 tokens/s  0.40 MFU" in capsys.readouterr().out
-
-
-def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    shown = Progress(3, total_steps=10, shows=True)
-    for _ in shown.timed(range(4)):
-        shown.step_done(samples=2)
-    assert shown.bar.n == 7
-    shown.say_done(10, {}, tmp_path)
-    assert shown.bar.disable  # otherwise tqdm's thread may draw it again
-    assert "7/10" not in sys.stderr.getvalue().rpartition("\r")[2]
 
 
 def test_waiting_for_data_and_speed_are_measured_since_the_last_line(clock):
