@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-CLEAR_LINE = "\r\033[K"
+CLEAR_LINE = "\r\033[K"  # on a terminal
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def show(text: str, colour: str = "", file=None) -> None:
-    """Print a line. On a terminal, clear a progress bar of a library first, and colour the first word.
+    """Print a line. On a terminal, colour the first word.
 
     If the reader has gone (Ctrl-C ends the `tee` of `script | tee log` at once) or the disk of a log file is full, all
     further output is dropped, and the run goes on to its next checkpoint.
@@ -34,9 +34,6 @@ def show(text: str, colour: str = "", file=None) -> None:
     """
     file = file or sys.stdout
     text = printable(text)
-    if sys.stderr.isatty():
-        sys.stderr.write(CLEAR_LINE)  # a progress bar does not end its line
-        sys.stderr.flush()
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):
         first, space, rest = text.partition(" ")
         text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{rest}"

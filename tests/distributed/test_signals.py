@@ -307,7 +307,7 @@ def test_on_a_terminal(launcher, small_mnist):
     assert lines[1].removeprefix(CLEAR_LINE).startswith("topology ")  # after what was read
     message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
     assert f"\r\033[K{message}" in shown.decode()
-    assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
+    assert re.match(r"\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
     assert lines[-2].endswith("--num_epochs 3000 --resume")
     assert not lines[-1]
 
