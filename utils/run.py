@@ -325,8 +325,7 @@ class Run:
         """
         if self.completed:
             return
-        metrics = {name: to_python(value) for name, value in metrics.items()}
-        metrics = {name: value for name, value in metrics.items() if is_number(value)}
+        metrics = {name: number for name, value in metrics.items() if is_number(number := to_python(value))}
         self.accelerator.log({f"{split}/{name}": value for name, value in metrics.items()}, self.step)
         if self.accelerator.is_main_process:
             self.folder.write_metrics({"split": split, "step": self.step, "epoch": epoch + 1, **metrics})
@@ -360,8 +359,7 @@ class Run:
         if self.completed:
             return
         self.last_test = {name: to_python(value) for name, value in result.items()}
-        numbers = {name: value for name, value in self.last_test.items() if is_number(value)}
-        numbers = same_result(numbers)
+        numbers = same_result({name: value for name, value in self.last_test.items() if is_number(value)})
         if self.best.add(numbers, self.step) and self.args.save_best:
             self._save_models("_best")
         self.log("test", math.ceil(self.step / self.steps_per_epoch) - 1, **numbers)
