@@ -116,21 +116,10 @@ def clip(parameters, max_norm, norm_type=2):
     return run
 
 
-def clip_by_value(case):
-    case.prepare().steps(before_step=lambda: case.accelerator.clip_grad_value_(case.head, 0.01))
-
-
 def frozen_before(case):
     for parameter in case.body:
         parameter.requires_grad_(False)
     case.prepare().steps()
-
-
-def frozen_after(case):
-    case.prepare()
-    for parameter in case.body:
-        parameter.requires_grad = False
-    case.steps()
 
 
 def frozen_by_module(case):
@@ -174,12 +163,6 @@ def a_group_added_after(case):
     case.steps()
 
 
-def tied_before(case):
-    case.model.other_head.weight = case.model.head.weight
-    case.optimizers = [case.sgd(case.model.parameters())]
-    case.prepare().steps()
-
-
 def tied_after(case):
     case.prepare()
     case.bare.other_head.weight = case.bare.head.weight
@@ -194,12 +177,6 @@ def hooked_before(case):
 def hooked_after(case):
     case.prepare()
     case.head[0].register_hook(lambda gradient: gradient / 2)
-    case.steps()
-
-
-def hooked_by_module(case):
-    case.prepare()
-    case.bare.head.weight.register_hook(lambda gradient: gradient / 2)
     case.steps()
 
 
@@ -219,30 +196,13 @@ def names(case):
     case.prepare().steps()
     case.read([by_name[name] for name in ("body.0.weight", "head.bias")])
     case.numbers.append([name_of[parameter] for parameter in case.all].index("head.weight"))
-
-
-def counted(case):
-    case.prepare().steps()
-    case.numbers += [p.numel() for p in case.all] + [p.numel() for p in case.model.parameters() if p.requires_grad]
-    case.numbers += [n for p in case.all for n in p.shape]
-
-
-def initialized_before(case):
-    for parameter in case.head:
-        nn.init.normal_(parameter)
-    case.prepare().steps()
+    case.numbers += [size for parameter in case.all for size in (parameter.numel(), *parameter.shape)]
 
 
 def initialized_after(case):
     case.prepare()
     for parameter in case.head:
         nn.init.constant_(parameter, 0.5)
-    case.steps()
-
-
-def initialized_at_random_after(case):
-    case.prepare()
-    nn.init.xavier_normal_(case.head[0])
     case.steps()
 
 
@@ -265,26 +225,10 @@ def average_of_a_list(case):
     case.read(averages)
 
 
-def average_of_a_list_made_before(case):
-    averages = [parameter.detach().clone() for parameter in case.all]
-    case.prepare().steps()
-    with torch.no_grad():
-        for average, parameter in zip(averages, case.all, strict=True):
-            average.lerp_(parameter, 0.1)
-    case.read(averages)
-
-
 def average_of_a_model(case):
     average = AveragedModel(case.model)
     case.prepare()
     shard(case.accelerator, average.module)
-    case.steps(before_step=lambda: update_average(average.module, case.bare, 0.9))
-    case.read(average.module.parameters())
-
-
-def average_of_a_model_that_is_whole(case):
-    average = AveragedModel(case.model)
-    case.prepare()
     case.steps(before_step=lambda: update_average(average.module, case.bare, 0.9))
     case.read(average.module.parameters())
 
@@ -304,20 +248,6 @@ def copied_after(case):
 def a_second_optimizer(case):
     case.optimizers = [case.sgd(case.body), torch.optim.AdamW(case.head, 0.01)]
     case.prepare().steps()
-
-
-def a_second_optimizer_made_after(case):
-    case.optimizers = [case.sgd(case.body)]
-    case.prepare()
-    case.optimizers.append(case.accelerator.prepare(torch.optim.AdamW(case.head, 0.01)))
-    case.steps()
-
-
-def an_optimizer_of_all_made_after(case):
-    case.optimizers = []
-    case.model = case.accelerator.prepare(case.model)
-    case.optimizers = [case.accelerator.prepare(case.sgd(case.model.parameters()))]
-    case.steps()
 
 
 def an_optimizer_that_is_not_prepared(case):
@@ -343,25 +273,18 @@ def lbfgs(case):
 
 CASES = {
     "clip all": clip(lambda case: case.all, 0.1),
-    "clip all, listed after": clip(lambda case: case.bare.parameters(), 0.1),
-    "clip a part": clip(lambda case: case.head, 0.01),
     "clip a part, listed after": clip(lambda case: case.bare.head.parameters(), 0.01),
     "clip a part by its largest": clip(lambda case: case.body, 0.01, math.inf),
-    "clip by value": clip_by_value,
-    "shared layers, recomputed": shared_layers_recomputed,
 }
 CASES |= {
     case.__name__.replace("_", " "): case
     for case in (
-        *(frozen_before, frozen_after, frozen_by_module, unfrozen_later, unfrozen_that_was_frozen_at_prepare),
-        *(groups, a_group_added_after, tied_before, tied_after),
-        *(hooked_before, hooked_after, hooked_by_module, hooked_after_accumulation),
-        *(names, counted, initialized_before, initialized_after, initialized_at_random_after),
-        reset_after,
-        *(average_of_a_list, average_of_a_list_made_before, average_of_a_model, average_of_a_model_that_is_whole),
-        *(average_by_torch, copied_after),
-        *(a_second_optimizer, a_second_optimizer_made_after, an_optimizer_of_all_made_after),
-        *(an_optimizer_that_is_not_prepared, lbfgs),
+        shared_layers_recomputed,
+        *(frozen_before, frozen_by_module, unfrozen_later, unfrozen_that_was_frozen_at_prepare),
+        *(groups, a_group_added_after, tied_after, names, initialized_after, reset_after),
+        *(hooked_before, hooked_after, hooked_after_accumulation),
+        *(average_of_a_list, average_of_a_model, average_by_torch, copied_after),
+        *(a_second_optimizer, an_optimizer_that_is_not_prepared, lbfgs),
     )
 }
 
