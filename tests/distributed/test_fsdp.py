@@ -226,10 +226,6 @@ def test_the_moving_average_equals_torchs():
             assert torch.equal(ours.module.state_dict()[name], tensor)
 
 
-OTHERS = {"llama": "transformers", "gpt2": "transformers", "lora": "peft", "vit": "timm"}
-MODELS = [pytest.param(name, marks=pytest.mark.others(library)) for name, library in OTHERS.items()]
-
-
 @pytest.fixture(scope="module")
 def differences(request, shared_launcher):
     """What sharded_models.py writes, of the models that chosen tests ask for."""
@@ -242,7 +238,9 @@ def differences(request, shared_launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "encoder", "resnet18", *MODELS])
+@pytest.mark.parametrize(
+    "model", ["gpt", "encoder", "resnet18", pytest.param("lora", marks=pytest.mark.others("peft"))]
+)
 def test_any_model_is_sharded_and_has_the_numbers_of_a_whole_one(differences, model):
     largest, gathered_alone = differences[model]
     assert largest <= 1e-12

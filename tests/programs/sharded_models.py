@@ -69,36 +69,13 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(ids)))
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": DIM, "intermediate_size": 2 * DIM, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    for parent in [*model.modules()]:
-        for name, child in parent.named_children():
-            if type(child).__name__ == "LlamaRMSNorm":  # computes in float32
-                setattr(parent, name, nn.RMSNorm(DIM, child.variance_epsilon))
-    return model
-
-
-def gpt2():
+def lora():
+    from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": VOCABULARY, "n_embd": DIM, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-
-
-def lora():
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-
-
-def vit():
-    import timm
-
-    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": DIM, "depth": 2, "num_heads": 2}
-    return timm.create_model("vit_tiny_patch16_224", num_classes=VOCABULARY, **sizes)
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    return get_peft_model(gpt2, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def resnet18():
@@ -113,16 +90,8 @@ def images():
     return torch.rand(SAMPLES, 3, 32, 32), torch.randint(VOCABULARY, (SAMPLES,))
 
 
-# By name: the library beside requirements.txt, the model, and a micro-batch of it.
-MODELS = {
-    "gpt": (None, GPT, texts),
-    "encoder": (None, Encoder, texts),
-    "resnet18": (None, resnet18, images),
-    "llama": ("transformers", llama, texts),
-    "gpt2": ("transformers", gpt2, texts),
-    "lora": ("peft", lora, texts),
-    "vit": ("timm", vit, images),
-}
+# By name: the model, and a micro-batch of it.
+MODELS = {"gpt": (GPT, texts), "encoder": (Encoder, texts), "resnet18": (resnet18, images), "lora": (lora, texts)}
 
 
 def mean_loss(model, inputs, labels):
@@ -156,10 +125,10 @@ def train(accelerator, make_batch, model, optimizer, whole, whole_optimizer) -> 
 def main():
     torch.set_default_dtype(torch.float64)
     accelerator = make_accelerator(SimpleNamespace(output_dir="run"), cpu_threads=1)
-    models = [MODELS[name][1]() for name in sys.argv[1:]]
+    models = [MODELS[name][0]() for name in sys.argv[1:]]
     copies = [copy.deepcopy(model) for model in models]
     optimizers = [adamw(model) for model in models]
-    count, makers = len(models), [MODELS[name][2] for name in sys.argv[1:]]
+    count, makers = len(models), [MODELS[name][1] for name in sys.argv[1:]]
     prepared = accelerator.prepare(*models, *optimizers)
     columns = makers, prepared[:count], prepared[count:], copies, map(adamw, copies)
     found = {name: train(accelerator, *row) for name, *row in zip(sys.argv[1:], *columns, strict=True)}
