@@ -6,6 +6,7 @@ float64 of small_resnets.py.
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils import agree
 from utils.accelerator import TrainingAccelerator
+from utils.console import printable
 from utils.failures.errors import explain
 from utils.layout import Layout
 from utils.parallel.fsdp import units, update_average
@@ -51,6 +53,8 @@ def main():
     def run_small(script, flags):
         if script == "resnet50":
             use_small_resnet(setattr)
+        if script == "transformer" and os.environ["RANK"] != "0":  # it draws an EOS at once
+            torch.multinomial = lambda *_, **__: torch.tensor([0])
         return run(script, flags)
 
     run_many.run = run_small
@@ -198,6 +202,15 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
     final = run_reader.weights(runs / "early")
     for name, tensor in tensors["model.safetensors"].items():
         assert torch.equal(tensor, final[name])
+
+
+@pytest.mark.slow
+def test_shards_continue_a_prompt_as_one_process_and_no_rank_waits_for_another(runs, capsys):
+    """Their ranks draw different tokens."""
+    folder = runs / "transformer_replicas"
+    flags = ["--output_dir", folder, "--prompt", "", "--num_tokens", 8, "--float64"]
+    assert run_many.run("transformer", flags) is None
+    assert capsys.readouterr().out == f"{printable(run_reader.summary(folder)['test_sample'])}\n"
 
 
 def test_the_moving_average_equals_torchs():

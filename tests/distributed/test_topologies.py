@@ -42,7 +42,7 @@ TIMEOUT_S = 600
 TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 128, "--layers", 2, "--heads", 2, "--num_tokens", 8]
 
 
-ON_CPUS = {"cpu_ddp": 2, "cpu_fsdp": 2}  # processes; cpu_hsdp.yaml is in test_fsdp.py
+ON_CPUS = {"cpu_ddp": 2}  # processes; cpu_fsdp.yaml and cpu_hsdp.yaml are in test_fsdp.py
 # hsdp.yaml is for two machines with four GPUs each; here, two replicas of two shards on one machine.
 HSDP = ["--num_machines", 1, "--num_processes", 4, "--parallelism_config_dp_shard_size", 2]
 
@@ -80,7 +80,7 @@ class Topology(NamedTuple):
 
     def distributed_type(self) -> str:
         known = {"cpu_ddp": "MULTI_CPU", "dp": "DATA_PARALLEL", "ddp": "MULTI_GPU"}
-        known |= {"cpu_fsdp": "FSDP", "fsdp": "FSDP", "hsdp": "HSDP 2 x 2"}
+        known |= {"fsdp": "FSDP", "hsdp": "HSDP 2 x 2"}
         return known.get(self.config, "NO")
 
     def reference(self) -> "Topology":
@@ -97,11 +97,10 @@ TOPOLOGIES = [
     Topology("cpu_ddp"),
     Topology("dp", 2),
     Topology("ddp", 2),
-    Topology("cpu_fsdp"),
     Topology("fsdp", 2),
     Topology("hsdp", 4),
 ]
-TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config not in ("cpu", "cpu_fsdp")]
+TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config != "cpu"]
 
 
 def on(*configs, precisions=("no", "bf16")):
@@ -458,7 +457,7 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
 
 def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
     files = {path.stem for path in CONFIGS}
-    assert {each.config for each in TOPOLOGIES} == files - {"multi_node", "cpu_hsdp"}
+    assert {each.config for each in TOPOLOGIES} == files - {"multi_node", "cpu_fsdp", "cpu_hsdp"}
     for item in request.session.items:
         if item.path == Path(__file__) and "topology" in item.fixturenames:
             on_gpu = item.callspec.params["topology"].gpus > 0
