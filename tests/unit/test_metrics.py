@@ -8,10 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, free_port
 from fakes import fake_accelerator
 
-from utils import metrics
+from utils import metrics, sample_metrics
 from utils.layout import Layout
 from utils.loader import Batch
 from utils.metrics import Metrics, exact_sum
@@ -48,7 +47,8 @@ def filled(accelerator, losses, step=0):
 
 def over(threads, monkeypatch, processes, function):
     """What `function(rank, accelerator)` returns on each of some processes."""
-    monkeypatch.setattr(metrics, "gather_object", lambda mine: [*itertools.chain(*threads.exchange(mine))])
+    for module in (metrics, sample_metrics):
+        monkeypatch.setattr(module, "gather_object", lambda mine: [*itertools.chain(*threads.exchange(mine))])
     return threads.run(processes, lambda rank: function(rank, fake_accelerator(processes, rank)))
 
 
@@ -331,10 +331,13 @@ def test_a_gradient_that_would_end_in_gather_samples_is_an_error(accelerator):
         gather_samples(accelerator, [torch.ones(2), torch.ones(1, requires_grad=True)])
 
 
-@pytest.mark.slow
-def test_over_three_processes(launcher):
-    """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
-    done = launcher.python(*words, ROOT / "tests" / "programs" / "gather_metrics.py")
-    sentence = "error: the loss is not finite in step 9, for 1 sample with these indices in the"
-    assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once
+@pytest.mark.parametrize("convert", [lambda part: part, lambda part: part.double()[:, None] / 7, lambda part: part > 0])
+def test_samples_of_three_processes_are_in_the_order_of_the_ranks(threads, monkeypatch, convert):
+    """Of integers, rows and bools; rank 1 has none."""
+    parts = [[torch.tensor([-1, 2]), torch.tensor([-3, -4])], [torch.zeros(0, dtype=torch.int64)], [torch.tensor([5])]]
+
+    def on(rank, accelerator):
+        return gather_samples(accelerator, [convert(part) for part in parts[rank]])
+
+    for found in over(threads, monkeypatch, 3, on):
+        torch.testing.assert_close(found, convert(torch.tensor([-1, 2, -3, -4, 5])), rtol=0, atol=0)
