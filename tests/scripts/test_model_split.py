@@ -7,11 +7,9 @@ This file is also the script that its tests launch on several processes.
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
-import json
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,18 +19,16 @@ import run_reader
 import same_numbers
 import torch
 import torchvision
-from accelerate.utils import broadcast_object_list, gather_object
 from conftest import first_images, needs_torch
 from fakes import fake_accelerator
+from plain_loop import assert_same_as_plain, batches_of
 from small_resnets import use_narrow
 from torchvision.models.resnet import resnet50
 
 from scripts import model_split
-from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
+from scripts.model_split import BLOCKS, Stage, make_pipeline, make_resnet
 from utils.accelerator import TrainingAccelerator
 from utils.data.images import LabelledImages, load_images
-from utils.loader import GlobalLoader
-from utils.metrics import Metrics
 from utils.parallel.pipeline import (
     BlockCost,
     OneProcess,
@@ -40,13 +36,15 @@ from utils.parallel.pipeline import (
     measure_blocks,
     sum_over_replicas,
 )
-from utils.sampler import GlobalSampler
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
-# Of a step: one of 3 samples and five of 2.
-MICRO_BATCHES = 6
+NORMS = ("group", "batch")
+# Steps of 24, 19 and 24 images: of 19, the first of 6 micro-batches gets one more than the others.
+EXACT = ["--sgd", "--dtype", "float64", "--lr", 0.1, "--weight_decay", 0, "--batch_size", 24, "--max_steps", 3]
+EXACT += ["--cpu_threads", 1]
 
 FILE = Path(__file__).with_suffix("")
+RUN_ONE = run_many.run
 
 
 @pytest.fixture(autouse=True)
@@ -59,79 +57,58 @@ def _narrow_on_one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@functools.cache  # drawing its weights takes longer than a step
-def seeded_resnet(norm):
+@functools.cache
+def plain(norm: str, copies: int, data: LabelledImages, test: LabelledImages):
+    """The states of the unsplit model before and after the steps of EXACT in a plain loop, and its test loss.
+
+    With GroupNorm, all samples of a step go through the model at once. With BatchNorm, the micro-batches go one after
+    another; the copies' gradients are added, and their buffers averaged.
+    """
     torch.manual_seed(0)
-    return make_resnet(4, norm).double()
-
-
-def load(data, accelerator, copy_index=0, copies=1, micro_batches=MICRO_BATCHES, seed=0):
-    """A loader whose only step has all samples; each copy of the pipeline gets its part."""
-    shard = (copy_index, copies)
-    accelerator.loaders = {}  # each loader is the first one
-    return GlobalLoader(data, 40, accelerator, seed=seed, shard=shard, accumulation=micro_batches)
-
-
-def reference(norm, copies, data, accelerator):
-    """Gradients, buffers and then the test loss of the whole model, by plain autograd in float64.
-
-    With GroupNorm, all samples go through the model at once. With BatchNorm, the micro-batches go
-    one after another, and the buffers are the mean over the copies.
-    """
-    gradients, buffers = {}, {}
-    for index in range(copies):
-        whole = copy.deepcopy(seeded_resnet(norm))
-        if norm == "batch":
-            batches = list(load(data, accelerator, index, copies))
-        elif index == 0:
-            batches = list(load(data, accelerator, micro_batches=1))
-        else:
-            batches = []
-        for batch in batches:
-            images, labels = batch.data
-            logits = whole(model_split.to_input(images, torch.float64))
-            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-            (loss / len(data)).backward()
-        for name, parameter in whole.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = gradients.get(name, 0) + parameter.grad
-        for name, buffer in whole.named_buffers():
-            buffers[name] = buffers.get(name, 0) + buffer / copies
-    whole.load_state_dict(buffers, strict=False)
+    model = make_resnet(10, norm).double()
+    first = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3, cycle_momentum=False)
+    for _, indices in itertools.islice(batches_of(len(data), 24, seed=0, epochs=2), 3):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        after, gradients = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
+        parts = indices.tensor_split(6) if norm == "batch" else [indices]
+        for first_part in range(copies):
+            model.load_state_dict(before, strict=False)
+            for part in parts[first_part::copies]:
+                (loss_of(model, *data[part], reduction="sum") / len(indices)).backward()
+            after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                gradient += parameter.grad
+                parameter.grad = None
+        mean = {name: sum(buffers[name] for buffers in after) / len(after) for name in before}
+        model.load_state_dict(mean, strict=False)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
     with torch.no_grad():
-        logits = whole.eval()(model_split.to_input(data.tensors[0], torch.float64))
-    test_loss = torch.nn.functional.cross_entropy(logits, data.tensors[1]).item()
-    return gradients, buffers, test_loss
+        test_loss = loss_of(model.eval(), *test.tensors).item()
+    return first, model.state_dict(), test_loss
 
 
-def random_images(copies: int) -> LabelledImages:
-    """One sample more than equal micro-batches would have.
-
-    The first micro-batch gets it; with two replicas, the second has none of that size.
-    """
-    num_samples = 2 * MICRO_BATCHES * copies + 1
-    generator = torch.Generator().manual_seed(1)
-    shape = (num_samples, 1, 28, 28)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return LabelledImages(images, torch.arange(num_samples) % 4, ["a", "b", "c", "d"])
+def loss_of(model, images, labels, reduction="mean"):
+    logits = model(model_split.to_input(images, torch.float64))
+    return torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-@torch.no_grad()
-def stage_shapes(resnet, blocks: list[list[str]]) -> list[torch.Tensor]:
-    """What the script learns by measuring: the input of the first stage and the output of each."""
-    examples = [torch.zeros(1, 1, 28, 28, dtype=torch.uint8)]
-    for names in blocks:
-        examples.append(Stage(resnet, names).eval()(examples[-1]))
-    return [example.to("meta") for example in examples]
-
-
-def largest_difference(tensors, expected) -> float:
-    """Of named tensors, relative to the largest entry of each."""
-    found = [0.0]
-    for name, tensor in tensors:
-        difference = (tensor - expected[name]).abs().max()
-        found.append(float(difference / expected[name].abs().max().clamp(min=1e-30)))
-    return max(found)
+def check(folder, norm, images, copies=1):
+    """What the steps of a run have changed, in each tensor, and the test are those of the plain loop."""
+    before, expected, test_loss = plain(norm, copies, *images)
+    found = run_reader.weights(folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        changed, difference = (tensor - before[name]).abs().max(), (found[name] - tensor).abs().max()
+        assert difference <= 1e-11 * changed, name
+    *_, tested = run_reader.lines(folder, "test")
+    assert tested["samples"] == 9
+    assert tested["loss"] == pytest.approx(test_loss, rel=1e-11)
 
 
 def first_stage(pipeline):
@@ -151,93 +128,42 @@ def record_passes(stage) -> list[str]:
     return passes
 
 
-REFERENCES = {}
+def run(script: str, flags: list) -> int | None:
+    """run_many.run; with --sgd among the flags, SGD is the optimizer, and the folder gets a file `passes`.
 
+    AdamW divides the rounding of the smallest gradients by their size, and the size of all by itself.
+    """
+    if "--sgd" not in flags:
+        return RUN_ONE(script, flags)
+    recorded = []
 
-def differences(accelerator, schedule, norm, num_stages) -> dict:
-    """The largest difference of a gradient and of a buffer to the unsplit model's; and this process's passes, such as
-    "ffbb"."""
-    copies = max(1, accelerator.num_processes // num_stages)
-    data = random_images(copies)
-    if (norm, copies) not in REFERENCES:
-        computed = [None]
-        if accelerator.is_main_process:
-            computed = [reference(norm, copies, data, accelerator)]
-        (REFERENCES[norm, copies],) = broadcast_object_list(computed)
-    gradients, buffers, test_loss = REFERENCES[norm, copies]
+    def sgd(parameters, lr, weight_decay, fused):
+        return torch.optim.SGD(parameters, lr, weight_decay=weight_decay)
 
-    resnet = copy.deepcopy(seeded_resnet(norm))
-    boundaries = [round(i * len(BLOCKS) / num_stages) for i in range(num_stages + 1)]
-    blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
-    examples = stage_shapes(resnet, blocks)
-    devices = [accelerator.device]
-    model, pipeline, group = make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices)
-    copy_index = accelerator.process_index // num_stages
-    accelerator.layout = dataclasses.replace(accelerator.layout, split_batch=False)
-    metrics = Metrics(accelerator)
-    model.train()
-    window = list(load(data, accelerator, copy_index, copies))
-    passes = record_passes(first_stage(pipeline))
-    pipeline.run([batch.data[0] for batch in window], window, make_loss_fn(metrics.add))
-    passes = "".join(passes)
-    sum_over_replicas(model, group)
-    assert metrics.reduce()["samples"] == len(data)
+    def make_and_record(*args):
+        made = make_pipeline(*args)
+        recorded.append(record_passes(first_stage(made[1])))
+        return made
 
-    parameters = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-    float_buffers = [(n, buffer) for n, buffer in model.named_buffers() if "tracked" not in n]
-    mine = [
-        largest_difference(parameters, gradients),
-        largest_difference(float_buffers, buffers),
-        set(model.state_dict()),
-    ]
-    everyone = gather_object([mine])
-    all_names = set().union(*(names for _, _, names in everyone))
-    assert all_names == set(seeded_resnet(norm).state_dict())
-
-    # Evaluation, with its own schedules: each sample counts once, and the model is not changed.
-    before = copy.deepcopy(model.state_dict())
-    run = SimpleNamespace(
-        accelerator=accelerator,
-        new_metrics=lambda: Metrics(accelerator),
-        test_steps=lambda loader: [list(loader)],
-    )
-    test_loader = load(data, accelerator, copy_index, copies, seed=None)
-    result = model_split.evaluate(model, pipeline, test_loader, run)
-    assert result["samples"] == len(data)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    return {
-        "gradients": max(gradient for gradient, _, _ in everyone),
-        "buffers": max(buffer for _, buffer, _ in everyone),
-        "test_loss": abs(result["loss"] / test_loss - 1),
-        "passes": passes,
-    }
-
-
-def check(found):
-    assert found["gradients"] <= 1e-11
-    assert found["buffers"] <= 1e-11
-    assert found["test_loss"] <= 1e-11
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_a_split_in_one_process_changes_no_number(norm):
-    passes = {"naive": "fb" * 6, "gpipe": "ffffffbbbbbb", "1f1b": "fffbfbfbfbbb"}
-    for schedule in SCHEDULES:
-        found = differences(TrainingAccelerator(cpu=True), schedule, norm, 3)
-        check(found)
-        assert found["passes"] == passes[schedule]
-
-
-def cases(printed: str) -> list[dict]:
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim, "AdamW", sgd)
+        patch.setattr(model_split, "make_pipeline", make_and_record)
+        code = RUN_ONE(script, [flag for flag in flags if flag != "--sgd"])
+    if os.environ.get("RANK", "0") == "0":
+        Path(flags[flags.index("--output_dir") + 1], "passes").write_text("".join(recorded[0][:24]))
+    return code
 
 
 @pytest.fixture(scope="session")
 def tiny_mnist(tmp_path_factory) -> Path:
     """43 training and 9 test images: steps of 16, 16 and 11."""
     return first_images(tmp_path_factory.mktemp("tiny_mnist"), 43, 9)
+
+
+@pytest.fixture(scope="module")
+def images(tiny_mnist):
+    """Training and test images, which are the same objects for all tests."""
+    return load_images(str(tiny_mnist))
 
 
 FLAGS = ["--norm", "group", "--batch_size", 16, "--max_steps", 4, "--lr", 1e-4, "--cpu_threads", 1]
@@ -249,31 +175,39 @@ def train(tiny_mnist, home):
     """Runs the script's main in this process; returns its exit code."""
 
     def train(folder, *flags):
-        return run_many.run("model_split", ["--dataset", tiny_mnist, "--output_dir", folder, *flags])
+        return run("model_split", ["--dataset", tiny_mnist, "--output_dir", folder, *flags])
 
     return train
 
 
+def exact_runs(norms, num_stages, copies=1):
+    """Flags of a run of EXACT for each norm and schedule, in a folder of its own."""
+    for norm, schedule in itertools.product(norms, SCHEDULES):
+        flags = ["--norm", norm, "--schedule", schedule, "--num_stages", num_stages, "--num_microbatches", 6 // copies]
+        yield [*EXACT, *flags, "--output_dir", f"{norm}-{schedule}-{num_stages}x{copies}"]
+
+
 @pytest.fixture(scope="module")
 def two_processes(shared_launcher, tiny_mnist):
-    """What is printed by two processes, and the folder of their run."""
-    flags = ["--dataset", tiny_mnist, "--output_dir", "two", *FLAGS]
-    words = run_many.words("model_split", ["differences", 2], flags)
+    """What is printed by two processes, and the folder of their run, beside those of EXACT."""
+    runs = [["--output_dir", "two", *FLAGS], *exact_runs(NORMS, 2)]
+    words = run_many.words("model_split", *(["--dataset", tiny_mnist, *flags] for flags in runs))
     done = shared_launcher("cpu_ddp", *words, script=FILE, timeout=240)
     return done.stdout, shared_launcher.folder / "two"
 
 
 @pytest.fixture(scope="module")
 def four_processes(shared_launcher, tiny_mnist):
-    """What four processes print, and two folders: of a run, and of one resumed at its step 2."""
+    """Two folders of four processes: of a run, and of one resumed at its step 2, beside those of EXACT."""
     flags = ["--dataset", tiny_mnist, *FLAGS, "--norm", "batch"]
     flags += ["--num_microbatches", 2, "--num_stages", 2]
     whole = [*flags, "--output_dir", "whole"]
     resumed = ["--back_to", "whole", 2, "resumed", *flags, "--resume", "--output_dir", "resumed"]
-    words = run_many.words("model_split", ["differences", 4, 2], whole, resumed)
+    exact = [["--dataset", tiny_mnist, *run] for stages in (4, 2) for run in exact_runs(["batch"], stages, 4 // stages)]
+    words = run_many.words("model_split", whole, resumed, *exact)
     processes = ["--num_processes", 4]
-    done = shared_launcher("cpu_ddp", *words, script=FILE, launch_flags=processes, timeout=300)
-    return done.stdout, shared_launcher.folder / "whole", shared_launcher.folder / "resumed"
+    shared_launcher("cpu_ddp", *words, script=FILE, launch_flags=processes, timeout=300)
+    return shared_launcher.folder / "whole", shared_launcher.folder / "resumed"
 
 
 @pytest.mark.slow
@@ -288,27 +222,12 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path):
     model = make_resnet(10, "group").double()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.5)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 3, cycle_momentum=False)
-    order, _ = GlobalSampler(len(data), 16, seed=3).items(0)
-
-    def loss_of(images, labels):
-        logits = model(model_split.to_input(images, torch.float64))
-        return torch.nn.functional.cross_entropy(logits, labels)
-
-    rates = []
-    for rows in order.split(16):
-        loss_of(*data[rows]).backward()
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    assert [line["lr"] for line in run_reader.lines(tmp_path / "run", "train")] == rates
+    losses = (loss_of(model, *data[rows]) for _, rows in batches_of(len(data), 16, seed=3))
+    assert_same_as_plain(tmp_path / "run", model, losses, optimizer, schedule, rtol=1e-5, atol=1e-8)
     (tested,) = run_reader.losses(tmp_path / "run", "test")
     with torch.no_grad():
         images, labels = test.tensors
-        assert tested == pytest.approx(loss_of(images[:7], labels[:7]).item(), rel=1e-6)
-    weights = run_reader.weights(tmp_path / "run")
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
+        assert tested == pytest.approx(loss_of(model, images[:7], labels[:7]).item(), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -322,25 +241,42 @@ def test_a_micro_batch_without_samples_counts_nothing(train, tmp_path):
 
 
 @pytest.mark.slow
-@needs_torch("2.12")
-def test_a_split_over_two_processes_changes_no_number(two_processes):
-    """Of 6 micro-batches one has 3 samples and fills the pipeline alone; of the five of 2, the first stage has two in
-    flight with 1F1B, and all with GPipe."""
-    found = cases(two_processes[0])
-    assert len(found) == 6
-    passes = {"naive": "fb" * 6, "gpipe": "fb" + "fffff" + "bbbbb", "1f1b": "fb" + "ff" + "bfbfbf" + "bb"}
-    for case in found:
-        check(case)
-        assert case["passes"] == passes[case["schedule"]]
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_split_in_one_process_changes_no_number(train, images, tmp_path, monkeypatch, norm):
+    monkeypatch.chdir(tmp_path)
+    for flags in exact_runs([norm], 3):
+        assert train(flags[-1], *flags[:-2]) is None
+        check(tmp_path / flags[-1], norm, images)
+    passes = {"naive": "fb" * 12, "gpipe": ("f" * 6 + "b" * 6) * 2, "1f1b": "fffbfbfbfbbb" * 2}
+    assert {schedule: Path(f"{norm}-{schedule}-3x1", "passes").read_text() for schedule in SCHEDULES} == passes
 
 
 @pytest.mark.slow
 @needs_torch("2.12")
-def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
-    found = cases(four_processes[0])
-    assert len(found) == 12
-    for case in found:
-        check(case)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_split_over_two_processes_changes_no_number(two_processes, images, norm):
+    """In the second step, the first micro-batch has one more sample and fills the pipeline alone; of the others, the
+    first stage has two in flight with 1F1B, and all with GPipe."""
+    _, folder = two_processes
+    passes = {
+        "naive": "fb" * 12,
+        "gpipe": "f" * 6 + "b" * 6 + "fb" + "f" * 5 + "b" * 5,
+        "1f1b": "ff" + "bf" * 4 + "bb" + "fb" + "ff" + "bf" * 3 + "bb",
+    }
+    for schedule in SCHEDULES:
+        exact = folder.parent / f"{norm}-{schedule}-2x1"
+        check(exact, norm, images)
+        assert (exact / "passes").read_text() == passes[schedule]
+
+
+@pytest.mark.slow
+@needs_torch("2.12")
+@pytest.mark.parametrize("num_stages", [4, 2])
+def test_four_stages_and_two_copies_of_two_change_no_number(four_processes, images, num_stages):
+    whole, _ = four_processes
+    for schedule in SCHEDULES:
+        copies = 4 // num_stages
+        check(whole.parent / f"batch-{schedule}-{num_stages}x{copies}", "batch", images, copies)
 
 
 @pytest.mark.slow
@@ -352,7 +288,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     whole = tmp_path / "whole"
     train(whole, *FLAGS)
     assert "4 per micro-batch x 4 micro-batches x 1 pipeline x 1 accumulation step" in printed
-    assert printed.count("done: ") == 1
+    assert printed.count("the model and its numbers are in two\n") == 1
     assert same_numbers.largest_difference(whole, run) <= 1e-5
     others = {
         "four": ["--num_stages", 4, "--schedule", "gpipe"],
@@ -385,7 +321,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
 @pytest.mark.slow
 @needs_torch("2.12")
 def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
-    _, whole, resumed = four_processes
+    whole, resumed = four_processes
     launches = run_reader.launches(resumed)
     assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
     assert run_reader.lines(resumed) == run_reader.lines(whole)
@@ -507,23 +443,10 @@ def test_measuring_leaves_the_blocks_alone():
     assert costs["layer2.3"].output.shape == (4, 32, 4, 4)
 
 
-def print_differences(*numbers_of_stages: int):
-    """Print those of each case as a line of JSON. Collective."""
-    accelerator = TrainingAccelerator(cpu=True)
-    torch.set_num_threads(1)
-    norms = ("group", "batch")
-    for num_stages, norm, schedule in itertools.product(numbers_of_stages, norms, SCHEDULES):
-        found = differences(accelerator, schedule, norm, num_stages)
-        case = {"stages": num_stages, "norm": norm, "schedule": schedule, **found}
-        accelerator.print(json.dumps(case))
-    run_many.reset_accelerate()
-
-
 def main():
-    """As run_many.py, but with the narrow model; the first "run" may be `differences 4 2`."""
+    """As run_many.py, but with the narrow model, and --sgd."""
     use_narrow(setattr)
-    if sys.argv[2].startswith("differences"):
-        print_differences(*map(int, sys.argv.pop(2).split()[1:]))
+    run_many.run = run
     run_many.main()
 
 
