@@ -50,7 +50,7 @@ def test_a_test_of_some_sequences_counts_their_tokens_alone(train):
 def test_a_log_line_has_tokens_per_second(train, capsys):
     train("run", "--max_steps", 1)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train")]
-    samples, tokens = re.search(r"([\d,]+) samples/s  ([\d,]+) tokens/s", line).groups()
+    samples, tokens = re.search(r"([\d,.]+) samples/s  ([\d,.]+) tokens/s", line).groups()
     assert float(tokens.replace(",", "")) == pytest.approx(64 * float(samples.replace(",", "")), rel=0.1)
 
 
