@@ -27,7 +27,6 @@ ACCUMULATION = ["--gradient_accumulation_steps", "2"]  # of a script of this pro
 OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
 OF_DEVICES = r"(?i)\bcpu\b|_cpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # perhaps of a pretended GPU
-OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 NO_GROUP = r"(?i)(not|n't|must|be|needs?|requires?|before)\b.{0,40}\binitiali[sz]|init_process_group|is_initialized"
 OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
 MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
@@ -205,7 +204,7 @@ class Proof:
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
         self.report.add("", [Note("not compared", reason) for reason in reasons])
         same = f"the same {join_compared(self.compared)} on {and_join(self.counts)} processes"
-        if "gradients" not in self.compared or "steps" in self.not_compared:
+        if "gradients" not in self.compared or self.not_compared.keys() & {"steps", "random numbers"}:
             code = CANNOT_TELL if self.args.strict else PROVEN
             return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
@@ -216,8 +215,6 @@ class Proof:
         if outcome.error.startswith("it ends with"):
             printed = [line.strip() for line in outcome.log[-1:]]
         hints, text = [f'it printed last: "{line}"' for line in printed if line], f"{outcome.error} {printed}"
-        if any(word in text.lower() for word in OF_NETWORKS):
-            hints.append("without a network, a few samples in a local folder are enough")
         if variable := re.search(MISSING_VARIABLE, text):
             hints.append(f"to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
         takes = re.search(rf"{OF_LAUNCH}\b", self.runs.script.read_text("utf-8", "replace"))
@@ -287,8 +284,6 @@ class Proof:
             length = loader.length
             words += f", {min(length, self.plan.limit)} of {length} training samples" if length else ""
         self.report.say(words)
-        if self.plan.without_gpu:
-            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if written := self.plan.asked and self.runs.written(self.plan.asked):
             message = f"the script's {written} is replaced by the number of processes of each run"
             self.report.add("", [Note("comparison", message)])
@@ -299,9 +294,14 @@ class Proof:
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong."""
         name, (outcome, comparison, found) = plural(processes, "process"), self._run_several(processes)
+        if self.plan.without_gpu:
+            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if comparison is None and isinstance(found[0], Note):
             raise CannotTell(found[0].message)
         if any(finding.kind == "items" for finding in found) and self._seeds_items(processes, outcome.records[0]):
+            return self._compare(processes)
+        if is_about_gpus(outcome.error) and not self.plan.without_gpu:  # as model.to(rank) with a launcher only
+            self._refer_again(without_gpu=True)
             return self._compare(processes)
         if self._is_refused(processes, outcome):
             return True
@@ -363,10 +363,18 @@ class Proof:
             return False
         if self.plan.seeds_own:
             raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
-        self.plan.seeds_own = True
-        self.reference = self.runs(1, self.plan).records[0]
-        self._repeat(self.reference.facts)
+        self._refer_again(seeds_own=True)
         return True
+
+    def _refer_again(self, **changes) -> None:
+        """Take another run on one process as the reference."""
+        self.plan = replace(self.plan, **changes)
+        outcome = self.runs(1, self.plan)
+        if not has_run(outcome):
+            why = outcome.error or outcome.records[0].facts.cannot_tell or "it did not end"
+            raise CannotTell(f"on one process, in another run: {why}")
+        self.reference = outcome.records[0]
+        self._repeat(self.reference.facts)
 
     def _is_refused(self, processes: int, outcome: Outcome) -> bool:
         """Whether the script refuses this number of processes, and not the first one."""
@@ -390,17 +398,12 @@ class Proof:
             comparison.compared.discard("learning rates")
             why = "the script counts its steps by its batch size, which prove divides"
             comparison.not_compared["learning rates"] = why
-        # Of gradients with random numbers by sample, only a cause that is known makes a finding.
-        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor]
-        made = [tuple(record.steps[number - 1] for record in (self.reference, *comparison.ranks)) for number in numbers]
-        numbers = [number for number, of_all in zip(numbers, made, strict=True) if steps.is_by_sample(of_all)][:1]
-        lines = [self.reference.steps[number - 1].micro_batches[-1].line for number in numbers]
-        found_more = [Finding("gradient", "gradient", "", *place) for place in zip(numbers, lines, strict=True)]
-        if "gradient" in kinds or found_more:
+        suspects = comparison.suspects[:1]
+        if "gradient" in kinds or suspects:
             plan = replace(self.plan, **self.repeat, own_gradients=True)
             own = self.runs(comparison.processes, plan).records
-            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *found_more]]
-        return [finding for finding in found if finding not in found_more]
+            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *suspects]]
+        return [finding for finding in found if finding not in suspects]
 
     def _counts_its_batches(self, processes: int) -> bool:
         """Whether the learning rates are those of one process if each process has batches as large.
@@ -464,7 +467,9 @@ class Proof:
         # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []
-        if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
+        found = resuming.differing_ranks(third.records, self.is_divided)
+        noise = several.noise(Comparison(self.reference, third.records))  # by a random state that all have loaded
+        if not third.error and self.report.add(name, [*found, *noise]):
             return
         if third.error or len(third.records) < more or third.waits:
             problems = [Note(name, third.error or "it did not end")]
@@ -553,9 +558,6 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
         if line := outcome.records[0].facts.data_parallel:
             message = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
             changes = f"take nn.DataParallel out; {CHANGES}"
-        if line := outcome.records[0].facts.several_devices:
-            message = f"the layers of its model are on several devices ({line}), of which one process uses all"
-            changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
         raise CannotTell(f"{message}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:

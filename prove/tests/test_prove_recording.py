@@ -19,31 +19,12 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from prove_training.recording import (
-    data,
-    files,
-    noise,
-    same_work,
-    starting,
-    where,
-)
+from prove_training.recording import data, files, noise, same_work, starting, where
 from prove_training.recording.models import load_shared
-from prove_training.records import (
-    Batch,
-    Evaluation,
-    Loader,
-    MicroBatch,
-    Part,
-    Pass,
-    Record,
-    Step,
-)
+from prove_training.records import Batch, Evaluation, Loader, MicroBatch, Part, Pass, Record, Step
 from prove_training.stages import single
 from prove_training.tensors import differ
-from tests.made_up import (
-    made_recording,
-    made_up,
-)
+from tests.made_up import made_recording, made_up
 
 
 class Items(Dataset):
@@ -440,17 +421,7 @@ def test_noise_of_a_sample_is_the_same_in_each_part_of_a_batch(tmp_path):
         drawn.append([dict(zip(samples, numbers.tolist(), strict=True)) for numbers in made])
     for whole, *parts in zip(*drawn, strict=True):
         assert whole == parts[0] | parts[1]
-        assert whole["a"] != whole["b"] or set(map(float, whole.values())) <= {
-            0.0,
-            1.0,
-            2.0,
-            3.0,
-            4.0,
-            5.0,
-            6.0,
-            7.0,
-            8.0,
-        }
+        assert whole["a"] != whole["b"] or {*map(float, whole.values())} <= {*map(float, range(9))}
     assert len({str(row) for row in drawn[0][0].values()}) == 3
     assert all(3 <= number < 9 for number in drawn[0][2].values())
     assert 90 < drawn[0][4]["a"][0] < 105
@@ -462,6 +433,22 @@ def test_noise_of_a_sample_is_the_same_in_each_part_of_a_batch(tmp_path):
     assert not torch.equal(draws.draw(torch.randn, "randn", (1,), {}), first)
     draws.draw(torch.randn, "randn", (7, 2), {})
     assert not recording.step.drawn[-1].is_repeated
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_a_coin_for_a_batch_is_that_of_the_step(tmp_path, has_loader):
+    """Without a loader, a single number may choose the samples."""
+    recording, thrown = made_recording(tmp_path, processes=1), []
+    recording.facts.loaders |= {"loader": Loader("train.py:5")} if has_loader else {}
+    for samples in (["a", "b"], ["c", "d", "e"]):
+        recording.batches.fresh, recording.step = [Batch(Pass("loader"), samples)], Step()
+        thrown += [noise.Noise(recording).draw(torch.rand, "rand", (1,), {}).item() for _ in range(2)]
+        assert [draw.is_repeated for draw in recording.step.drawn] == [has_loader] * 2
+    assert (thrown[:2] == thrown[2:]) == has_loader
+    assert thrown[0] != thrown[1]
+    recording.steps.append(Step())
+    recording.batches.fresh = [Batch(Pass("loader"), samples)]
+    assert noise.Noise(recording).draw(torch.rand, "rand", (1,), {}).item() not in thrown
 
 
 def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():

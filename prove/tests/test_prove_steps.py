@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prove_training.records import (
-    Draw,
-    MicroBatch,
-    Save,
-)
+from prove_training.records import Draw, MicroBatch, Save
 from prove_training.stages import Comparison, Finding, several, single, steps
 from prove_training.tensors import sampled
 from tests.made_up import accumulated, add, drawn, evaluation, every_step, found, made_up, save_state, scale
@@ -222,35 +218,12 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("data_parallel", "nn.DataParallel gives each process all GPUs"),
         lambda one, ranks: [setattr(rank.facts, "data_parallel", "train.py:4") for rank in ranks],
     ),
-    "class weights of each process": (
-        ("gradient", "not a multiple of what it is on 1 process: the weights of the classes in the loss differ"),
-        lambda one, ranks: [
-            setattr(ranks[2].steps[0].micro_batches[0], "class_weights", "others"),
-            setattr(ranks[1].steps[0].micro_batches[0], "class_weights", "mine"),
-            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
-        ],
-    ),
-    "labels of each process": (
-        ("gradient", "the targets of the loss differ from those of the same samples on 1 process"),
-        lambda one, ranks: [
-            setattr(one.steps[0].micro_batches[0], "targets", {0: 1, 1: 2}),
-            *(
-                setattr(rank.steps[0].micro_batches[0], "targets", {label: 1})
-                for rank, label in zip(ranks, (0, 0, 1), strict=True)
-            ),
-            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
-        ],
-    ),
     "a buffer of each process": (
         ("gradient", "the buffer center differs, which each forward pass changes by its own samples"),
         lambda one, ranks: [
             *(setattr(rank.steps[0], "buffers", {"center": str(rank.rank // 2)}) for rank in (one, *ranks)),
             *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
         ],
-    ),
-    "a penalty times the batch": (
-        ("gradient", "the difference is a multiple of the weights, as of a penalty that grows with the batch"),
-        lambda one, ranks: [add(rank.steps[0].gradients, [0.1, 0.1, 0.1]) for rank in ranks],
     ),
     "workers that are seeded alike": (
         ("worker_seeds", "worker_init_fn gives the workers of each process the same numbers"),
@@ -299,6 +272,19 @@ def test_a_factor_of_gradients_with_noise_is_trusted_if_all_steps_have_it(others
     both = Comparison(reference, ranks)
     assert [each.kind for each in several.findings(both)] == ["factor"] * (others == 0.5)
     assert ("random numbers" in both.not_compared["gradients"]) == (others != 0.5)
+
+
+@pytest.mark.parametrize(("change", "steps_with_one"), [([0.0, 0.1, 0.0], [1, 2, 3, 4]), ([0.0, 0.0, 0.0], [])])
+def test_gradients_with_noise_by_sample_are_looked_into_if_they_differ_by_no_factor(change, steps_with_one):
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        for number, step in enumerate(rank.steps):
+            step.drawn = drawn(f"{rank.rank} {number}", is_repeated=True)
+            add(step.gradients, change)
+            step.at_step = step.gradients
+    both = Comparison(reference, ranks)
+    list(several.findings(both))
+    assert [each.step for each in both.suspects] == steps_with_one
 
 
 def test_gradients_that_are_rounding_alone_are_no_finding():

@@ -39,9 +39,9 @@ def findings(comparison: Comparison) -> Findings:
             break
         for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.message, finding)
-    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, *_ in factors):
+    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, _ in factors):
         comparison.compared.discard("gradients")
-        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][2]})"
+        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][1]})"
         comparison.not_compared["gradients"] = why
         found.pop("factor", None)  # by chance, in some steps only
     for kind in ("factor", "gradient") if "token_weights" in found else ():
@@ -139,7 +139,10 @@ def _gradients(
         factor = one_factor(factors_of(comparison, expected, steps))
         is_compared = not math.isnan(factor)
         if is_compared or not is_rest(comparison, expected):
-            comparison.factors_of_noise.append((factor, number, noise))
+            comparison.factors_of_noise.append((factor, noise))
+            if not is_compared and is_by_sample((expected, *steps)):
+                suspect = Finding("gradient", "gradient", "", number, expected.micro_batches[-1].line)
+                comparison.suspects.append(suspect)
     findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
@@ -224,20 +227,37 @@ def _gradient(
     if steps[0].in_step:
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
-    first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
-    largest = max(map(norm_of, [*values.values(), *found.values()]))
-    if math.isnan(first) and largest < NOTHING:
+    line = steps[0].micro_batches[-1].line
+    if math.isnan(one_factor(factors)) and max(map(norm_of, [*values.values(), *found.values()])) < NOTHING:
         comparison.not_compared["gradients"] = f"they are rounding alone, as where all inputs are equal ({line})"
         return
-    message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
-    may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
-    if not math.isnan(first) and not may_remember:
-        message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+    finding = _difference(comparison, expected, steps, kind_of, factors)._replace(step=number)
+    if not are_unequal(coefficients(comparison, steps)):
+        yield finding
+    elif is_rest(comparison, expected) and not comparison.is_exact:
+        # Else _losses reports it.
+        message = f"the last step of an epoch: {finding.message}, a mean of means over unequal parts"
+        yield Note("gradient", message, number, finding.line)
+
+
+def _difference(
+    comparison: Comparison, expected: Step, steps: tuple[Step, ...], kind_of: str, factors: dict[str, float]
+) -> Finding:
+    """The finding for gradients that differ, by one factor or by none."""
+    first, micro, kind = one_factor(factors), steps[0].micro_batches[-1], "gradient"
+    message, line = "not a multiple of what it is on 1 process", micro.line
+    if math.isnan(first) or (comparison.has_repeated and close(first, 1.0, 0.05)):  # by a sample that was there twice
+        for name, value in expected.buffers.items():
+            if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
+                message += f": the buffer {name} differs, which each forward pass changes by its own samples"
+    else:
+        kind, message = "factor", f"{first:.4g} times what it is on 1 process"
         if close(first, 1.0, NEARLY):
-            most, kind = max(differ(values[name], found[name]) for name in factors), "float_sums"
-            message = f"{named(factors)}: other bits than on 1 process, by up to {most:.1e} of its value"
+            one, other = getattr(expected, kind_of), getattr(steps[0], kind_of)
+            most, kind = max(differ(one[name], other[name]) for name in factors), "float_sums"
+            message = f"other bits than on 1 process, by up to {most:.1e} of its value"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
-        is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
+        is_before = kind_of == "gradients"
         if is_before and all(close(total, 1.0) for total in totals):
             message += ", and the loss is not: the gradient is changed after the backward pass"
         elif is_before and micro.losses and not micro.scales:
@@ -246,12 +266,7 @@ def _gradient(
     message += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, message = "gather", line_of_call, f"{message}, and no gradient goes through {name}"
-    if not are_unequal(coefficients(comparison, steps)):
-        yield Finding(kind, "gradient", message, number, line)
-    elif is_rest(comparison, expected) and not comparison.is_exact:
-        # Else _losses reports it.
-        message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
-        yield Note("gradient", message, number, line)
+    return Finding(kind, "gradient", f"{named(factors)}: {message}", None, line)
 
 
 def factors_of(
@@ -273,25 +288,6 @@ def one_factor(factors: dict[str, float]) -> float:
     """The factor of all parameters; NaN if they have several or none."""
     first = next(iter(factors.values()), 1.0)
     return first if all(close(factor, first, 1e-2) for factor in factors.values()) else math.nan
-
-
-def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
-    """What the records show of why gradients differ by no one factor; "" if nothing."""
-    if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
-        return ": the weights of the classes in the loss differ between the processes"
-    if targets_of((expected,)) != targets_of(steps):
-        return ": the targets of the loss differ from those of the same samples on 1 process"
-    for name, value in expected.buffers.items():
-        if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
-            return f": the buffer {name} differs, which each forward pass changes by its own samples"
-    known = [(expected.gradients[name], steps[0].gradients[name], expected.before.get(name)) for name in factors]
-    for name, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
-        if all(
-            weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
-            for one, other, weights in known
-        ):
-            return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
-    return ""
 
 
 def with_cause(reference: Record, own: list[Record], finding: Finding | Note) -> Finding | Note:
@@ -329,16 +325,6 @@ def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
     is_sum = len(right) > 4 * len(steps) and rest < TOLERANCE and bool((parts > 0).all())
     is_equal = close(float(parts.min()), float(parts.max()), 1e-2)
     return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) and not is_equal else []
-
-
-def targets_of(steps: tuple[Step, ...]) -> collections.Counter:
-    micro_batches = (micro for step in steps for micro in step.micro_batches)
-    return sum((collections.Counter(micro.targets) for micro in micro_batches), collections.Counter())
-
-
-def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
-    rest = one - float(one @ other / (other @ other).clamp_min(1e-30)) * other
-    return float(torch.linalg.vector_norm(rest)) < 1e-2 * float(torch.linalg.vector_norm(one))
 
 
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:
