@@ -1,7 +1,5 @@
 """The first script, launched as a user does."""
 
-import sys
-
 import pytest
 import run_many
 import run_reader
@@ -75,27 +73,6 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
     names = ("split", "step", "loss", "accuracy", "lr")
     each = [[[line.get(name) for name in names] for line in lines(folder)] for folder in (ours, theirs)]
     assert each[0] == each[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder with data nor a Hub id"),
-        (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
-    ],
-)
-def test_bad_input_is_an_error_of_one_line_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *flags])
-    with pytest.raises(SystemExit) as stopped:
-        mnist_mlp.main()
-    out, error = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sentence in error
-    assert "train" not in out
-    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 @pytest.mark.slow

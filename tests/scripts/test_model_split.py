@@ -328,26 +328,6 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--num_stages 19", "19 stages are more than the 18 blocks of ResNet-50"),
-        ("--batch_size 63", "--batch_size 63 is not divisible by 1 pipeline x 4 micro-batches x 1"),
-        ("--num_stages 2 --split layer9.0", "layer9.0 must be 1 block in order, for 2 stages"),
-        ("--num_stages 3 --split layer3.0 layer2.0", "must be 2 blocks in order"),
-        ("--batch_size 8 --num_microbatches 8", "micro-batches of one sample"),
-        ("--batch_size 40", "micro-batches of one sample"),  # the last step has 3
-    ],
-)
-def test_bad_input_is_an_error_of_one_line_before_any_training(train, tmp_path, capsys, flags, sentence):
-    code = train(tmp_path / "run", "--max_steps", 2, *flags.split())
-    out, error = capsys.readouterr()
-    assert code == 2
-    assert error.count("\n") == 1
-    assert sentence in error
-    assert "train epoch" not in out
-
-
 def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
     """Two copies with equal numbers; without a kernel for each tensor."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: flat.mul_(2))

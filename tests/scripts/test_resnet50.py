@@ -228,28 +228,6 @@ def test_presets_equal_torchvisions_and_flags_count_beside_them(monkeypatch):
     assert not v1.zero_init
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
-        (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
-        (["--min_crop", 1.005], "must be at least 0.01 and at most 1.0, got 1.005"),
-        (["--flip", 1.005], "must be at least 0.0 and at most 1.0, got 1.005"),
-    ],
-)
-def test_bad_input_is_an_error_of_one_line(tmp_path, monkeypatch, capsys, tiny_mnist, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    words = ["resnet50.py", "--dataset", tiny_mnist, *flags]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-    with pytest.raises(SystemExit) as stopped:
-        resnet50.main()
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sentence in error
-
-
 def test_pretrained_weights_run_no_code(tmp_path, monkeypatch):
     class Trap:
         def __reduce__(self):

@@ -346,25 +346,6 @@ def test_dropout_drops_attention_and_features_in_training_alone():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
-        (["--prompt", "a"], "--prompt needs"),
-        (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
-    ],
-)
-def test_bad_input_is_an_error_of_one_line_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / "run", *flags]
-    assert run_many.run("transformer", words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sentence in error
-    assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
 def test_a_prompt_for_a_damaged_run_is_one_line(train, capsys):
     folder = train("run", "--max_steps", 1)
     # The last is read first.
