@@ -34,7 +34,6 @@ from utils.parallel.pipeline import (
     OneProcess,
     balance_stages,
     measure_blocks,
-    sum_over_replicas,
 )
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
@@ -326,37 +325,6 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
     assert run_reader.lines(resumed) == run_reader.lines(whole)
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
-    """Two copies with equal numbers; without a kernel for each tensor."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: flat.mul_(2))
-    monkeypatch.setattr(torch.Tensor, "copy_", None)
-    batch_norm, group_norm = model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.GroupNorm(1, 3))
-    for part in (model, group_norm):  # with and without buffers
-        for parameter in model.parameters():
-            parameter.grad = torch.ones(3)
-        sum_over_replicas(part, SimpleNamespace(size=lambda: 2))
-        assert batch_norm.running_var.tolist() == [1, 1, 1]
-        assert group_norm.weight.grad.tolist() == group_norm.bias.grad.tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl-lazy"), ("cpu", None)])
-def test_the_groups_of_a_pipeline_have_the_timeout_of_the_run_and_on_gpus_a_lazy_backend(monkeypatch, device, backend):
-    asked = []
-
-    def new_groups(ranks, *more):
-        asked.append((ranks, *more))
-        return str(ranks), []
-
-    monkeypatch.setattr(model_split, "new_subgroups_by_enumeration", new_groups)
-    accelerator = fake_accelerator(4, rank=1, device=device, init_handler=SimpleNamespace(timeout=9))
-    blocks, examples = [BLOCKS[:9], BLOCKS[9:]], [torch.zeros(1, device="meta")] * 3
-    devices = [torch.device("cpu")]
-    _, pipeline, copies = make_pipeline(make_resnet(4), blocks, examples, "1f1b", 2, accelerator, devices)
-    assert asked == [([[0, 1], [2, 3]], 9, backend), ([[0, 2], [1, 3]], 9)]
-    assert (pipeline.group, copies) == ("[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]")
-    assert pipeline.index == 1
 
 
 def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
