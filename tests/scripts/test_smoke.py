@@ -83,18 +83,23 @@ def test_bad_input_is_an_error_of_one_line_before_any_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", PROCESSES)
-def test_the_tutorial_runs(launcher, small_mnist, config):
-    flags = ["--num_epochs", 1, "--dataset", small_mnist, "--output_dir", "run"]
-    done = launcher(config, *flags, script="from_scratch/tutorial")
+@pytest.mark.parametrize(
+    ("script", "config", "flags"), [("tutorial", "cpu_ddp", ["--num_epochs", 1]), ("gil", "cpu", ["--rounds", 2])]
+)
+def test_a_script_without_numbers_of_its_own_runs_and_leaves_a_record(launcher, small_mnist, script, config, flags):
+    data = ["--dataset", small_mnist] if script == "tutorial" else []
+    done = launcher(config, *flags, *data, "--output_dir", "run", script=f"from_scratch/{script}")
     assert done.stdout.count("done: ") == 1
-    assert run_reader.record(launcher.folder / "run")["num_processes"] == PROCESSES[config]
+    record = run_reader.record(launcher.folder / "run")
+    assert record["num_processes"] == PROCESSES[config]
+    if script == "gil":
+        assert all(min(values) > 0 for ways in record["results"].values() for values in ways.values())
+        assert (launcher.folder / "run" / "gil.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["data_parallel", "gil"])
-def test_a_script_for_one_process_is_refused_on_two(launcher, script):
-    done = launcher("cpu_ddp", "--output_dir", "run", script=f"from_scratch/{script}", check=False)
+def test_a_script_for_one_process_is_refused_on_two(launcher):
+    done = launcher("cpu_ddp", "--output_dir", "run", script="from_scratch/data_parallel", check=False)
     assert done.returncode != 0
     assert "use cpu.yaml" in done.stderr
     assert not (launcher.folder / "run").exists()
