@@ -27,7 +27,6 @@ from benchmarks import common
 
 # In the order of RESULTS.md, with the flags with which tests run them.
 BENCHMARKS = {
-    "start": "--rounds 1",
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
     "program_of_a_post": "--num_epochs 1",

@@ -18,7 +18,7 @@ RESULTS = json.loads((FOLDER / "results.json").read_text())
 
 
 def test_no_benchmark_is_forgotten():
-    others = {"common", "run", "synthetic", "plain_mnist", "gpus"}
+    others = {"common", "run", "synthetic", "gpus"}
     assert set(run.BENCHMARKS) == {path.stem for path in FOLDER.glob("*.py")} - others
 
 
