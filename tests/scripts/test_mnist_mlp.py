@@ -5,7 +5,6 @@ import run_many
 import run_reader
 import torch
 from conftest import ROOT
-from PIL import Image
 from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines
 
@@ -86,21 +85,6 @@ def test_tensorboard_gets_the_same_numbers(train, tmp_path):
     expected = [(line["step"], line["loss"]) for line in lines(tmp_path / "run", "train")]
     assert len(logged) == 4
     assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
-
-
-@pytest.mark.slow
-def test_a_folder_of_images_trains(tmp_path, home):
-    for split, count in (("train", 8), ("test", 3)):
-        for name, brightness in (("dark", 50), ("light", 200)):
-            folder = tmp_path / "data" / split / name
-            folder.mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (6, 5), (brightness, brightness + i, 0)).save(folder / f"{i}.png")
-    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4]
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
-    summary = run_reader.summary(tmp_path / "run")
-    assert summary["test_accuracy"] == 1.0
-    assert summary["test_samples"] == 6
 
 
 @pytest.mark.slow
