@@ -39,15 +39,6 @@ def parse_args():
     return parser.parse_args()
 
 
-def kill_tree(process: subprocess.Popen) -> None:
-    """kill -9 a process and all its descendants."""
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    for each in (process, *children):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
-
-
 def wait(done, what: str, timeout_s: float = 120) -> None:
     """Wait until `done()` holds."""
     end = time.monotonic() + timeout_s
@@ -63,8 +54,16 @@ class Agents:
     def __init__(self, machines: int, folder: Path, flags: list):
         self.machines, self.folder, self.flags = machines, folder, flags
         self.running = {}
-        for machine in range(machines):
+
+    def __enter__(self):
+        self.folder.mkdir(exist_ok=True)
+        for machine in range(self.machines):
             self.start(machine)
+        return self
+
+    def __exit__(self, *_):
+        for machine in list(self.running):
+            self.kill(machine)
 
     def start(self, machine: int) -> None:
         settings = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
@@ -77,7 +76,13 @@ class Agents:
         self.running[machine] = subprocess.Popen(list(map(str, command)), env=variables, stdout=sys.stderr)
 
     def kill(self, machine: int) -> None:
-        kill_tree(self.running.pop(machine))
+        """kill -9 an agent and its process."""
+        agent = self.running.pop(machine)
+        children = psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []
+        for process in (agent, *children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        agent.wait()
 
     def launches(self) -> list[dict]:
         try:
@@ -123,30 +128,16 @@ def sha256(checkpoint: Path) -> str:
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
-def train_alone(folder: Path, flags: list, step: int) -> Path:
-    """Train on one process until the checkpoint of a step, and return its path."""
-    flags = [*flags, "--checkpoint_every", step, "--output_dir", folder]
-    checkpoint = folder / "checkpoints" / f"step_{step:08d}"
-    process = subprocess.Popen([sys.executable, SCRIPT, *map(str, flags)], stdout=subprocess.DEVNULL)
-    try:
-        wait(lambda: checkpoint.exists() or process.poll() is not None, "the same step of one process", 600)
-    finally:
-        kill_tree(process)
-    return checkpoint
-
-
 def measure(args) -> dict:
     flags = [*FLAGS, "--dataset", args.dataset]
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        agents = Agents(args.machines, folder, flags)
-        try:
+        with Agents(args.machines, Path(folder), flags) as agents:
             rows = disturb(agents, args.events, args.steps_between)
-        finally:
-            for machine in list(agents.running):
-                agents.kill(machine)
-        checkpoint = max((folder / "run" / "checkpoints").glob("step_????????"))
-        alone = train_alone(folder / "alone", flags, int(checkpoint.name.removeprefix("step_")))
+        checkpoint = max((agents.folder / "run" / "checkpoints").glob("step_????????"))
+        flags += ["--checkpoint_every", int(checkpoint.name.removeprefix("step_"))]
+        with Agents(1, Path(folder) / "alone", flags) as agents:
+            alone = agents.folder / "run" / "checkpoints" / checkpoint.name
+            wait(alone.exists, "the same step of one process", 600)
         return {"rows": rows, "sha256": [sha256(checkpoint), sha256(alone)]}
 
 

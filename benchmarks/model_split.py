@@ -57,40 +57,55 @@ def worker(args) -> list[list]:
     return rows
 
 
+def balanced_stages(resnet, images: torch.Tensor) -> tuple[list, list]:
+    """The blocks of each stage, as even as they can be, and examples of what goes into and comes out of the stages.
+
+    Args:
+        images: a micro-batch, uint8 (N, 3, H, W).
+    """
+    blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
+    costs = pipeline.measure_blocks(blocks, images)
+    stages = pipeline.balance_stages(costs, STAGES)
+    return stages, [images.to("meta"), *(costs[names[-1]].output for names in stages)]
+
+
 def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     """By way: the model, or the part of it that this process has, and the pipeline that runs it."""
     cpu = torch.device("cpu")
     resnet, images = model_split.make_resnet(1000), data.tensors[0]
-    blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = pipeline.measure_blocks(blocks, images[: len(data) // m])
-    stages = pipeline.balance_stages(costs, STAGES)
-    examples = [images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
+    stages, examples = balanced_stages(resnet, images[: len(data) // m])
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
     part, pipe, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
     return {"unsplit": (whole, pipeline.OneProcess([whole], [cpu], 1)), "split": (part, pipe)}
 
 
-class TimedStage(pipeline.PipelineStage):
-    """A stage that adds up the seconds in which it computes, without those in which it waits for other stages."""
+class RecordedStage(pipeline.PipelineStage):
+    """A stage that records when it computes, without the time in which it waits for others."""
 
-    busy_s = 0.0
-
-    def _timed(self, method, *args, **kwargs):
-        began = time.perf_counter()
-        result = method(*args, **kwargs)
-        TimedStage.busy_s += time.perf_counter() - began
-        return result
+    spans = ()  # of the step: forward or backward, the number of the micro-batch, start and end in s
 
     def forward_one_chunk(self, *args, **kwargs):
-        return self._timed(super().forward_one_chunk, *args, **kwargs)
+        return self._recorded("forward", super().forward_one_chunk, args, kwargs)
 
     def backward_one_chunk(self, *args, **kwargs):
-        return self._timed(super().backward_one_chunk, *args, **kwargs)
+        return self._recorded("backward", super().backward_one_chunk, args, kwargs)
+
+    def _recorded(self, kind, method, args, kwargs):
+        began = time.perf_counter()  # one clock for all processes of a machine
+        result = method(*args, **kwargs)
+        number = sum(span[0] == kind for span in RecordedStage.spans)
+        RecordedStage.spans.append([kind, number, began, time.perf_counter()])
+        return result
+
+
+def busy_s(spans: list[list]) -> float:
+    """Seconds in which a stage computes."""
+    return sum(end - start for *_, start, end in spans)
 
 
 def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> tuple[dict[str, list], list]:
     """Seconds of each step, by way, and for which part of it this stage is idle; the first step is for warm-up."""
-    pipeline.PipelineStage = TimedStage
+    pipeline.PipelineStage = RecordedStage
     optimizers = {}
     for way, (model, _) in ways.items():
         optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
@@ -105,10 +120,10 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
             accelerator.wait_for_everyone()
             began = time.perf_counter()
             if way == "split" or accelerator.is_main_process:
-                TimedStage.busy_s = 0.0
+                RecordedStage.spans = []
                 pipe.run(images, batches, loss_fn)
                 if way == "split":
-                    idle.append(1 - TimedStage.busy_s / (time.perf_counter() - began))
+                    idle.append(1 - busy_s(RecordedStage.spans) / (time.perf_counter() - began))
                 optimizers[way].step()
                 optimizers[way].zero_grad()
             accelerator.wait_for_everyone()

@@ -9,7 +9,6 @@ stage works at a time; 1F1B fills both. In theory a stage is idle for 1/2 and 1/
 
 import copy
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.model_split import STAGES
+from benchmarks.model_split import STAGES, RecordedStage, balanced_stages, busy_s
 from scripts import model_split
 from utils.accelerator import TrainingAccelerator
 from utils.loader import GlobalLoader
@@ -40,25 +39,6 @@ def parse_args():
     return parser.parse_args()
 
 
-class RecordedStage(pipeline.PipelineStage):
-    """A stage that records when it computes, without the time in which it waits for others."""
-
-    spans = ()  # of the step: forward or backward, the number of the micro-batch, start and end in s
-
-    def forward_one_chunk(self, *args, **kwargs):
-        return self._recorded("forward", super().forward_one_chunk, args, kwargs)
-
-    def backward_one_chunk(self, *args, **kwargs):
-        return self._recorded("backward", super().backward_one_chunk, args, kwargs)
-
-    def _recorded(self, kind, method, args, kwargs):
-        began = time.perf_counter()  # one clock for all processes of a machine
-        result = method(*args, **kwargs)
-        number = sum(span[0] == kind for span in RecordedStage.spans)
-        RecordedStage.spans.append([kind, number, began, time.perf_counter()])
-        return result
-
-
 def worker(args) -> dict[str, list]:
     """By schedule, the spans of each stage."""
     accelerator = TrainingAccelerator(cpu=True)
@@ -69,10 +49,7 @@ def worker(args) -> dict[str, list]:
     batches = list(GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=MICRO_BATCHES))
     inputs = [batch.data[0] for batch in batches]
     resnet = model_split.make_resnet(1000)
-    blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = pipeline.measure_blocks(blocks, inputs[0])
-    stages = pipeline.balance_stages(costs, STAGES)
-    examples = [inputs[0].to("meta"), *(costs[names[-1]].output for names in stages)]
+    stages, examples = balanced_stages(resnet, inputs[0])
     devices, fastest = [torch.device("cpu")], {}
     for schedule in IN_THEORY:
         part, pipe, _ = model_split.make_pipeline(
@@ -100,7 +77,7 @@ def start_of(step: list[list]) -> float:
 
 def idle(step: list[list]) -> list[float]:
     """The fraction of the step in which each stage does not compute."""
-    return [1 - sum(end - start for *_, start, end in spans) / length_s(step) for spans in step]
+    return [1 - busy_s(spans) / length_s(step) for spans in step]
 
 
 def measure(args) -> dict[str, list]:

@@ -14,9 +14,9 @@ The last column compares the loss of each step with the loss on one process: the
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -27,11 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils import launch
-from utils.data.images import load_images
-from utils.flags import ArgumentParser
-from utils.loader import GlobalLoader
-from utils.run import Run
+from scripts import mnist_mlp
 
 POST, OURS = "program of a post", "this project's loop"
 
@@ -46,7 +42,8 @@ def parse_args():
 
 def load(dataset: str) -> list[TensorDataset]:
     """The images of training and test as ToTensor makes them, and their labels."""
-    return [TensorDataset(images / 255, labels) for images, labels in (data.tensors for data in load_images(dataset))]
+    splits = mnist_mlp.load_images(dataset)
+    return [TensorDataset(images / 255, labels) for images, labels in (split.tensors for split in splits)]
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -77,41 +74,30 @@ def post(args) -> dict:
     return {"steps": args.num_epochs * len(train_loader), "accuracy": correct / len(test_data)}
 
 
+class Unit(nn.Module):
+    """Pixels from 0 to 1, as `load` makes them."""
+
+    def forward(self, images):
+        return images / 255
+
+
+def make_model_of_bytes(*sizes) -> nn.Module:
+    return nn.Sequential(Unit(), make_model()[0])
+
+
 def ours(args) -> dict:
-    """Train with the loop of scripts/mnist_mlp.py."""
-    parser = ArgumentParser()
-    parser.add_run_flags(log_every=1)
-    folder = Path(args.worker).with_name("run")
-    run_args = parser.parse_args(["--output_dir", str(folder)])
-    accelerator = launch.make_accelerator(run_args, cpu_threads=1)
-    run = Run(accelerator, run_args)
-
-    train_data, test_data = load(args.dataset)
-    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=0)
-    test_loader = GlobalLoader(test_data, 1000, accelerator)
-    model, optimizer = accelerator.prepare(*make_model())
-    total_steps = args.num_epochs * len(train_loader)
-    run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
-
-    for epoch in run.epochs():
-        for batch in run.batches(train_loader, epoch):
-            images, labels = batch.data
-            with accelerator.accumulate(model):
-                losses = F.cross_entropy(model(images), labels, reduction="none")
-                accelerator.backward(batch.mean_loss(losses))
-                optimizer.step()
-                optimizer.zero_grad()
-            run.log_train(batch, loss=losses)
-        metrics = run.new_metrics()
-        with torch.no_grad():
-            for batch in run.test_batches(test_loader):
-                images, labels = batch.data
-                metrics.add(batch, accuracy=model(images).argmax(1) == labels)
-        run.log_test(metrics.reduce())
-    summary = run.finish()
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    """Train in `main` of scripts/mnist_mlp.py."""
+    schedules = torch.optim.lr_scheduler
+    with (
+        mock.patch.object(mnist_mlp, "MLP", make_model_of_bytes),
+        mock.patch.object(mnist_mlp, "TEST_BATCH_SIZE", 1000),
+        mock.patch.object(torch.optim, "AdamW", lambda parameters, lr, **_: torch.optim.SGD(parameters, lr)),
+        mock.patch.object(schedules, "OneCycleLR", lambda optimizer, *_, **__: schedules.ConstantLR(optimizer, 1.0)),
+    ):
+        flags = ["--dataset", args.dataset, "--num_epochs", args.num_epochs, "--batch_size", args.batch_size]
+        summary, lines = common.run_script("mnist_mlp", *flags, "--lr", 0.001, "--log_every", 1)
     losses = [line["loss"] for line in lines if line["split"] == "train"]
-    return {"steps": summary["step"], "accuracy": summary["test_accuracy"], "losses": losses}
+    return {"steps": summary["step"], "accuracy": summary["test_accuracy"], "losses": losses} if summary else {}
 
 
 def worker(args) -> dict:

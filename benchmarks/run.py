@@ -27,15 +27,14 @@ from benchmarks import common
 
 # In the order of RESULTS.md, with the flags with which tests run them.
 BENCHMARKS = {
-    "start": "--rounds 1",
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
     "program_of_a_post": "--num_epochs 1",
     "resnet50": "--rounds 1 --batch_size 4 --steps 4 --images 4 --photos 2",
     "data_on_disk": "--rounds 1 --images 8 --megabytes 1",
     "gradient_accumulation": "--steps 2 --memory_steps",
-    "model_split": "--rounds 1 --microbatches 1 2 --batch_size 16",
-    "pipeline_timeline": "--rounds 1 --batch_size 16",
+    "model_split": "--rounds 1 --microbatches 2 --batch_size 4",
+    "pipeline_timeline": "--rounds 1 --batch_size 4",
     "zero_grad": "",
     "dp_and_ddp": "--rounds 1 --steps 2",
     "transformer_memory": "--sizes tiny --compare tiny",

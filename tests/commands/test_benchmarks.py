@@ -18,14 +18,13 @@ RESULTS = json.loads((FOLDER / "results.json").read_text())
 
 
 def test_no_benchmark_is_forgotten():
-    others = {"common", "run", "synthetic", "plain_mnist", "gpus"}
+    others = {"common", "run", "synthetic", "gpus"}
     assert set(run.BENCHMARKS) == {path.stem for path in FOLDER.glob("*.py")} - others
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in run.BENCHMARKS if name != "elastic"])  # in test_elastic.py
-def test_every_benchmark_runs_at_its_smallest(name, launcher, small_mnist, tmp_path, monkeypatch, capsys):
-    """model_split.py as a user runs it; the others in this process, with launches as in preloaded.py."""
+@pytest.fixture
+def run_here(launcher, monkeypatch, capsys):
+    """Runs a benchmark in this process, with launches as in preloaded.py; returns what it prints."""
 
     def launch(config, script, *flags, launch_flags=(), timeout_s=600):
         with mock.patch.dict(os.environ):
@@ -33,19 +32,26 @@ def test_every_benchmark_runs_at_its_smallest(name, launcher, small_mnist, tmp_p
             script = (ROOT / script).with_suffix("")
             launcher(config, *flags, script=script, launch_flags=launch_flags, timeout=timeout_s)
 
+    def run_here(file, *flags):
+        monkeypatch.setattr(common, "launch", launch)
+        monkeypatch.setattr("sys.argv", [str(file), *flags])
+        with mock.patch.dict(os.environ):
+            runpy.run_path(str(file), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in run.BENCHMARKS if name != "elastic"])  # in test_elastic.py
+def test_every_benchmark_runs_at_its_smallest(name, launcher, run_here, small_mnist, tmp_path):
+    """dp_and_ddp.py as a user runs it."""
     out, file, flags = tmp_path / "out.json", FOLDER / f"{name}.py", shlex.split(run.BENCHMARKS[name])
     module = importlib.import_module(f"benchmarks.{name}")
     if "dataset=True" in file.read_text():
         flags += ["--dataset", str(small_mnist)]
     flags += ["--json", str(out)]
-    if name == "model_split":
-        printed = launcher.python(file, *flags).stdout
-    else:
-        monkeypatch.setattr(common, "launch", launch)
-        monkeypatch.setattr("sys.argv", [str(file), *flags])
-        with mock.patch.dict(os.environ):
-            runpy.run_path(str(file), run_name="__main__")
-        printed = capsys.readouterr().out
+    printed = launcher.python(file, *flags).stdout if name == "dp_and_ddp" else run_here(file, *flags)
     report = module.report(json.loads(out.read_text()))
     assert report
     assert "\n\n".join(report) in printed
@@ -74,9 +80,9 @@ def test_the_page_is_made_in_an_interpreter_of_its_own(launcher):
 
 
 @pytest.mark.slow
-def test_gpus_on_stand_ins_measures_everything_and_writes_no_file(launcher):
+def test_gpus_on_stand_ins_measures_everything_and_writes_no_file(run_here):
     before = gpus.FILE.exists() and gpus.FILE.read_text()
-    printed = launcher.python(FOLDER / "gpus.py", "--stand_ins", timeout=500).stdout
+    printed = run_here(FOLDER / "gpus.py", "--stand_ins")
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| 1 x CPU")]
     figures = {what: float(figure.replace(",", "")) for _, what, figure, _ in rows}
     assert set(figures) == {

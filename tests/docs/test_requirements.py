@@ -1,6 +1,7 @@
 """The requirements files have what the code imports, and nothing else."""
 
 import ast
+import functools
 import re
 import sys
 from importlib import metadata
@@ -17,6 +18,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an impo
 PROGRAMS = {"pytest-xdist", "ruff", "tensorboard", "ipykernel"}
 
 
+@functools.cache
 def imported(path) -> set[str]:
     """Top-level names of all packages that a file imports, without the standard library."""
     names = set()
@@ -68,9 +70,7 @@ def test_every_import_is_in_requirements_or_the_standard_library(folders):
 
 
 def test_every_requirement_is_imported_or_a_program():
-    packages = set()
-    for path in FILES:
-        packages |= imported(path)
+    packages = set().union(*map(imported, FILES))
     named = {distribution(requirement.name) for requirement in of_tests()}
     assert named - {distribution(name) for name in packages} <= PROGRAMS
 

@@ -4,13 +4,12 @@ import ast
 import graphlib
 import re
 
-import pytest
 from conftest import ROOT
 
 
-def modules_of(room: str) -> dict[str, ast.Module]:
-    """The parsed files of a folder by name, such as utils.parallel.fsdp; a package has the name of its folder."""
-    files = [file for file in (ROOT / room).rglob("*.py") if file != ROOT / room / "__init__.py"]
+def modules() -> dict[str, ast.Module]:
+    """The parsed files of utils/ by name, such as utils.parallel.fsdp; a package has the name of its folder."""
+    files = [file for file in (ROOT / "utils").rglob("*.py") if file != ROOT / "utils" / "__init__.py"]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     return {name: ast.parse(file.read_text()) for name, file in zip(names, files, strict=True)}
 
@@ -29,30 +28,24 @@ def imports_of(name: str, is_package: bool, tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("room", ["utils"])
-def test_no_imports_form_a_circle_or_point_to_what_uses_the_folder(room):
-    modules = modules_of(room)
-    graph = {}
-    for name, tree in modules.items():
-        imported = imports_of(name, any(other.startswith(f"{name}.") for other in modules), tree)
+def test_no_imports_form_a_circle_or_point_to_what_uses_the_folder():
+    found, graph = modules(), {}
+    for name, tree in found.items():
+        imported = imports_of(name, any(other.startswith(f"{name}.") for other in found), tree)
         above = {"scripts", "tools", "benchmarks", "examples", "tests", "prove", "prove_training"}
         assert not {other for other in imported if other.split(".")[0] in above}, name
         if not name.startswith("utils.data."):  # so a copy can do without that folder
             assert not {other for other in imported if other.startswith("utils.data")}, name
         # A package's own files belong to it: they may use each other, but in a circle.
-        graph[name] = imported & modules.keys() - {name}
+        graph[name] = imported & found.keys() - {name}
     assert sum(map(len, graph.values())) >= len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("room", ["utils"])
-def test_the_map_of_a_folder_names_each_module_and_nothing_else(room):
+def test_the_map_names_each_module_and_nothing_else():
     """As `name  what it does` under the name of its folder, of which a package such as checkpoint/ is one line."""
-    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+    text = ast.get_docstring(ast.parse((ROOT / "utils" / "__init__.py").read_text()))
     named = set(re.findall(r"^ *(\w+)/? {2,}\S", text, re.M))
     folders = set(re.findall(r"^(\w+)/:", text, re.M))
-    modules = set()
-    for name in modules_of(room):
-        _, *parts = name.split(".")
-        modules.add(parts[-1] if parts[0] in folders else parts[0])
-    assert named == modules - folders
+    parts = [name.split(".")[1:] for name in modules()]
+    assert named == {names[-1] if names[0] in folders else names[0] for names in parts} - folders

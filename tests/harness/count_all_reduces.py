@@ -4,35 +4,27 @@ import run_many
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.run import Run
+
 FILE = run_many.FILE.with_name("count_all_reduces")
+START = Run.start
 
 
-def main() -> None:
-    from utils.run import Run
+def start_and_hook(run, *args, checkpoint, **options):
+    START(run, *args, checkpoint=checkpoint, **options)
+    run.summary["gradient_all_reduces"] = 0
 
-    start, finish = Run.start, Run.finish
+    def count(process_group, bucket):
+        run.summary["gradient_all_reduces"] += 1
+        return allreduce_hook(process_group, bucket)
 
-    def start_and_hook(run, *args, checkpoint, **options):
-        start(run, *args, checkpoint=checkpoint, **options)
-        run.all_reduces = 0
-
-        def count(process_group, bucket):
-            run.all_reduces += 1
-            return allreduce_hook(process_group, bucket)
-
-        for model in checkpoint.values():
-            model = getattr(model, "_orig_mod", model)  # with a dynamo_config in the config file
-            # Virtual processes do not all-reduce.
-            if isinstance(model, DistributedDataParallel) and not run.accelerator.layout.virtual_processes:
-                model.register_comm_hook(None, count)
-
-    def finish_and_tell(run):
-        run.summary["gradient_all_reduces"] = run.all_reduces
-        finish(run)
-
-    Run.start, Run.finish = start_and_hook, finish_and_tell
-    run_many.main()
+    for model in checkpoint.values():
+        model = getattr(model, "_orig_mod", model)  # with a dynamo_config in the config file
+        # Virtual processes do not all-reduce.
+        if isinstance(model, DistributedDataParallel) and not run.accelerator.layout.virtual_processes:
+            model.register_comm_hook(None, count)
 
 
 if __name__ == "__main__":
-    main()
+    Run.start = start_and_hook
+    run_many.main()

@@ -92,11 +92,11 @@ def test_the_other_ways_apply_each_gradient_once(monkeypatch, way):
 
 
 @pytest.mark.slow
-def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
+def test_all_ways_are_compared(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--sleep_ms", 1, "--target", 0.3]
     flags += ["--stragglers", "last", "any"]
     launch_flags = ("--num_processes", 3)
-    done = launcher("cpu_ddp", *flags, script="from_scratch/async_sgd", launch_flags=launch_flags)
+    launcher("cpu_ddp", *flags, script="from_scratch/async_sgd", launch_flags=launch_flags)
     record = run_reader.record(launcher.folder / "run")
     results = {(result["straggler"], result["way"]): result for result in record["results"]}
     assert list(results) == [(who, way) for who in ("last", "any") for way in async_sgd.WAYS]
@@ -106,7 +106,4 @@ def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
         assert result["target_s"] <= result["total_s"]
         assert (result["max_staleness"] > 0) == (way in ("stale", "asynchronous"))
         assert result["mean_staleness"] <= result["max_staleness"]
-        assert f"{result['accuracy']:.2%}" in done.stdout
-        assert f"{result['mean_staleness']:.1f}, at most {result['max_staleness']}" in done.stdout
     assert results["last", "stale"]["mean_staleness"] == pytest.approx(22 / 23)  # the first is not late
-    assert (launcher.folder / "run" / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -18,16 +18,14 @@ def test_the_server_sends_the_mean_to_each(threads, n):
 
     for gradient in threads.run(n, run):
         assert torch.equal(gradient, gradients.sum(0) / n)
-    assert sorted(threads.messages) == sorted(
-        [(0, other) for other in range(1, n)] + [(other, 0) for other in range(1, n)]
-    )
+    assert sorted(threads.messages) == sorted(pair for other in range(1, n) for pair in ((0, other), (other, 0)))
 
 
 @pytest.mark.slow
 def test_rank_0_sends_most_through_a_server(launcher):
     """As the kernel counts it: n - 1 gradients by the server, 2 (n-1)/n by a process of a ring."""
     flags = ["--output_dir", "run", "--size_mib", 1, "--repetitions", 3, "--warmup", 1]
-    done = launcher("cpu_ddp", *flags, script="from_scratch/averaging", launch_flags=("--num_processes", 3))
+    launcher("cpu_ddp", *flags, script="from_scratch/averaging", launch_flags=("--num_processes", 3))
     results = run_reader.record(launcher.folder / "run")["results"]
     sent = {(row["processes"], row["way"]): row["sent_mib"] for row in results}
     assert len(sent) == 3 * len(averaging.WAYS)
@@ -35,5 +33,3 @@ def test_rank_0_sends_most_through_a_server(launcher):
         assert sent[n, "parameter server"] == pytest.approx(n - 1, abs=0.05)
         assert sent[n, "all_reduce"] == pytest.approx(2 * (n - 1) / n, abs=0.05)
     assert sent[3, "reduce, broadcast"] > sent[3, "all_reduce"]
-    assert (launcher.folder / "run" / "averaging.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{sent[3, 'parameter server']:.2f}" in done.stdout

@@ -12,19 +12,15 @@ from scripts.from_scratch import collectives
 
 
 @pytest.mark.slow
-def test_two_processes_print_and_record_a_table(launcher):
+def test_two_processes_time_each_operation(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain"]
     done = launcher("cpu_ddp", *flags, script="from_scratch/collectives")
-    assert "2 processes on 1 machine, cpu, gloo: 24 operations give" in done.stdout
-    assert "one pair: no other" in done.stdout
-    record = run_reader.record(launcher.folder / "run")
-    assert record["num_processes"] == 2
-    rows = {(row["operation"], row["bytes"]): row for row in record["results"]}
+    assert "24 operations give the right results" in done.stdout
+    results = run_reader.record(launcher.folder / "run")["results"]
+    rows = {(row["operation"], row["bytes"]): row for row in results}
     assert set(rows) == {(name, size) for name in collectives.OPERATIONS for size in (8, 1024)}
     row = rows["all_gather", 1024]
     assert row["bus_gb_per_s"] == pytest.approx(1024 / row["time_us"] / 1e3 / 2)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("all_gather  "))
-    assert f"{rows['all_gather', 8]['time_us']:,.0f} us" in line
 
 
 BY_HAND = ("send/recv", "broadcast one by one", "broadcast tree", "broadcast ring", "reduce tree", "recv from any")

@@ -24,12 +24,9 @@ def run_here(monkeypatch, *flags):
 
 @pytest.mark.slow
 def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, small_mnist, tmp_path, monkeypatch):
-    """The last step of an epoch has 3 of 1003 images. The run prints a table, and leaves pictures."""
+    """The last step of an epoch has 3 of 1003 images."""
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500]
-    table = launcher("cpu_ddp", *flags, "--output_dir", "run", script="from_scratch/ddp").stdout.splitlines()
-    start = next(i for i, line in enumerate(table) if line.startswith("algorithm"))
-    table = table[start : start + 9]
-    assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
+    launcher("cpu_ddp", *flags, "--output_dir", "run", script="from_scratch/ddp")
     record = run_reader.record(launcher.folder / "run")
     result = record["results"]
     run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags, "--delay", 0)
@@ -41,7 +38,6 @@ def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, smal
     for name in ("local_sgd", "stale"):
         assert result[name]["difference_to_ddp"] > 1e-3, name
         assert one[name]["difference_to_ddp"] < 1e-12, name  # one process, whose gradients are not late
-    assert f"{result['stale']['accuracy']:.2%}" in table[-1]
     assert [name for name in result if not result[name]["same_steps"]] == ["local_sgd", "stale"]
     (first, weights_of_first), (second, weights_of_second) = record["passed_on"]
     assert weights_of_first == weights_of_second > 0
@@ -55,8 +51,6 @@ def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, smal
         assert first_sent < gradients[-1][1] < last_sent  # the first one is sent while the backward pass goes on
     for ours, theirs in zip(*(of_rank["buckets"] for of_rank in record["overlap"]), strict=True):
         assert min(ours[2], theirs[2]) > max(ours[1], theirs[1])  # no sum is there before both have sent
-    for picture in ("times.png", "buckets.png"):
-        assert (launcher.folder / "run" / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])

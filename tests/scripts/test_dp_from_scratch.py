@@ -96,12 +96,9 @@ def test_the_bytes_of_all_moved_tensors_are_counted(batches, loss_inside):
 @pytest.mark.slow
 def test_a_run_records_each_way(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--num_steps", 3, "--output_dir", "run"]
-    printed = launcher("cpu", *flags, script="from_scratch/data_parallel").stdout
+    assert "warning" not in launcher("cpu", *flags, script="from_scratch/data_parallel").stdout
     results = run_reader.record(launcher.folder / "run")["results"]
     assert list(results) == ["plain", "gathered", "inside"]
-    assert (launcher.folder / "run" / "data_parallel.png").is_file()
     for way in ("gathered", "inside"):
         assert results[way]["difference_to_plain"] < 1e-12
         assert list(results[way]["phases"]) == PHASES
-        assert f"{results[way]['moved_mib']:.2f}" in printed
-    assert "warning" not in printed

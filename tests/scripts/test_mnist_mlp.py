@@ -1,13 +1,10 @@
 """The first script, launched as a user does."""
 
-import sys
-
 import pytest
 import run_many
 import run_reader
 import torch
 from conftest import ROOT
-from PIL import Image
 from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines
 
@@ -77,27 +74,6 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
     assert each[0] == each[1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder with data nor a Hub id"),
-        (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
-    ],
-)
-def test_bad_input_is_an_error_of_one_line_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *flags])
-    with pytest.raises(SystemExit) as stopped:
-        mnist_mlp.main()
-    out, error = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sentence in error
-    assert "train" not in out
-    assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
 @pytest.mark.slow
 def test_tensorboard_gets_the_same_numbers(train, tmp_path):
     assert train("run", "--max_steps", 4, "--log_every", 1, "--log_with", "tensorboard") is None
@@ -109,21 +85,6 @@ def test_tensorboard_gets_the_same_numbers(train, tmp_path):
     expected = [(line["step"], line["loss"]) for line in lines(tmp_path / "run", "train")]
     assert len(logged) == 4
     assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
-
-
-@pytest.mark.slow
-def test_a_folder_of_images_trains(tmp_path, home):
-    for split, count in (("train", 8), ("test", 3)):
-        for name, brightness in (("dark", 50), ("light", 200)):
-            folder = tmp_path / "data" / split / name
-            folder.mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (6, 5), (brightness, brightness + i, 0)).save(folder / f"{i}.png")
-    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4]
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
-    summary = run_reader.summary(tmp_path / "run")
-    assert summary["test_accuracy"] == 1.0
-    assert summary["test_samples"] == 6
 
 
 @pytest.mark.slow

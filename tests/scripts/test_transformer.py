@@ -1,5 +1,6 @@
 """The language model: its numbers are those of a plain loop over whole documents, and of transformers' Llama."""
 
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import run_reader
 import torch
 from documents import load_text
 from fakes import fake_accelerator
+from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines, losses
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
@@ -20,7 +22,6 @@ from tests.docs.pages import blocks, guide
 from utils.console import printable
 from utils.data.text import learn_tokenizer, load_tokenizer
 from utils.parallel import fsdp
-from utils.sampler import GlobalSampler
 
 EOS = 0  # of a learned tokenizer
 # 23 documents in 43 sequences, of which the last has 4 targets; an epoch has 4 steps, the last of 7 sequences.
@@ -42,10 +43,9 @@ def train(texts, tmp_path, home):
 
 
 def test_a_test_of_some_sequences_counts_their_tokens_alone(train):
-    metrics = [lines(train(name, "--max_steps", 1, *flags), "test")[-1] for name, flags in
-               {"all": (), "one": ("--max_test_samples", 1)}.items()]  # fmt: skip
-    assert [line["samples"] for line in metrics] == [metrics[0]["samples"], 1]
-    assert metrics[0]["samples"] > 1
+    (of_all,) = lines(train("all", "--max_steps", 1), "test")
+    (of_one,) = lines(train("one", "--max_steps", 1, "--max_test_samples", 1), "test")
+    assert of_all["samples"] > of_one["samples"] == 1
 
 
 def test_a_log_line_has_tokens_per_second(train, capsys):
@@ -158,27 +158,23 @@ def test_ten_steps_equal_a_plain_loop_over_documents(train, texts):
         {"params": [p for name, p in model.named_parameters() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
         {"params": [p for name, p in model.named_parameters() if "norm" in name], "weight_decay": 0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    expected, rates, norms = [], [], []
-    order = torch.cat([GlobalSampler(len(packed), 12, seed=7).items(epoch)[0] for epoch in range(10)])
-    steps = [batch for epoch in order.split(len(packed)) for batch in epoch.split(12)][:10]
-    for step, batch in enumerate(steps):
-        loss = torch.cat([nats(model, packed[row]) for row in batch.tolist()]).mean()
-        loss.backward()
+    optimizer = torch.optim.AdamW(groups, LR, betas=(0.9, 0.95))
+    factors = [min((step + 1) / 1.5, (1 + math.cos(math.pi * step / 10)) / 2) for step in range(11)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors.__getitem__)
+    expected, norms = [], []
+
+    def mean_losses():
+        for _, batch in itertools.islice(batches_of(len(packed), 12, seed=7, epochs=3), 10):
+            loss = torch.cat([nats(model, packed[row]) for row in batch.tolist()]).mean()
+            expected.append(loss.item())
+            yield loss
+
+    def clip():
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        rate = min((step + 1) / 1.5, (1 + math.cos(math.pi * step / 10)) / 2) * LR
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-        rates.append(rate)
+
+    assert_same_as_plain(folder, model, mean_losses(), optimizer, schedule, clip, rtol=1e-9, atol=1e-12)
     assert max(norms) > 0.5  # clipped
     assert losses(folder) == pytest.approx(expected, rel=1e-12)
-    assert [line["lr"] for line in lines(folder, "train")] == pytest.approx(rates, rel=1e-12)
-    found = run_reader.weights(folder)
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
 
     with torch.no_grad():
         test_nats = torch.cat([nats(model, sequence) for sequence in packed_by_hand(test_texts, tokenizer, 64)])
@@ -292,8 +288,8 @@ def test_attention_reaches_over_the_whole_sequence_or_stays_in_a_document(eos, f
         torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_layers_get_no_mask_or_one_that_none_has_to_convert(monkeypatch):
-    """Flash kernels of GPUs take is_causal, but no mask; the others cast a mask of another type in each layer."""
+def test_attention_has_no_mask_or_one_for_all_layers_in_the_type_of_the_queries(monkeypatch):
+    """Flash kernels of GPUs take no mask; the other ones would convert it in each layer."""
     calls, attention = [], F.scaled_dot_product_attention
 
     def record(*tensors, attn_mask, is_causal, dropout_p):
@@ -302,19 +298,14 @@ def test_layers_get_no_mask_or_one_that_none_has_to_convert(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     model, tokens = small_model(torch.float32), torch.tensor([[EOS, 5, 6, EOS, 7]])
-    kv_cache = [[] for _ in model.blocks]
-    for inputs in (tokens, tokens[:, -1:]):
-        model(inputs, kv_cache=kv_cache)
-    assert [call[:2] for call in calls] == [(None, True)] * 2 + [(None, False)] * 2
+    model(tokens)
     model.separate_documents = True
-    for dtype in (torch.float32, torch.bfloat16):
-        calls.clear()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            model(tokens)
-        (mask, is_causal, of_query), (again, *_) = calls
-        assert mask is again
-        assert mask.dtype == of_query == dtype
-        assert not is_causal
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+    assert calls[:2] == [(None, True, torch.float32)] * 2
+    (mask, is_causal, of_query), (again, *_) = calls[2:]
+    assert mask is again
+    assert (mask.dtype, of_query, is_causal) == (torch.bfloat16, torch.bfloat16, False)
 
 
 def test_the_program_in_the_guide_continues_a_prompt_as_the_script_does(train, tmp_path, monkeypatch, capsys):
@@ -347,36 +338,7 @@ def test_dropout_drops_attention_and_features_in_training_alone():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
-        (["--prompt", "a"], "--prompt needs"),
-        (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
-    ],
-)
-def test_bad_input_is_an_error_of_one_line_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / "run", *flags]
-    assert run_many.run("transformer", words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sentence in error
-    assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-def test_a_prompt_for_a_damaged_run_is_one_line(train, capsys):
-    folder = train("run", "--max_steps", 1)
-    # The last is read first.
-    for file, content in (("model.safetensors", "{"), ("tokenizer.json", "{}"), ("run.json", '{"arguments": {}}')):
-        (folder / file).write_text(content)
-        capsys.readouterr()
-        assert run_many.run("transformer", ["--output_dir", folder, "--prompt", "a"]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_any_bytes_are_a_prompt_and_only_printable_text_is_shown(train, capsys):
+def test_any_bytes_are_a_prompt_and_only_printable_text_is_shown_and_a_damaged_run_is_an_error(train, capsys):
     folder = train("run", "--max_steps", 1, "--num_tokens", 200, "--temperature", 9)
     sample = run_reader.summary(folder)["test_sample"]
     assert printable(sample) != sample
@@ -385,10 +347,9 @@ def test_any_bytes_are_a_prompt_and_only_printable_text_is_shown(train, capsys):
     shown = capsys.readouterr().out
     assert printable(sample) in shown
     assert printable(shown) == shown
-
-
-def test_the_narrowest_model_has_an_mlp():
-    assert small_model(dim=4).blocks[0].down.in_features
+    (folder / "run.json").write_text('{"arguments": {}}')
+    assert run_many.run("transformer", ["--output_dir", folder, "--prompt", "a"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(train):

@@ -1,7 +1,6 @@
 """Problems are made for real where this machine allows it; other machines are given as facts."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from conftest import CONFIGS, ROOT
+from conftest import ROOT
+from run_tool import run_tool
 
 from tools import doctor
 
@@ -67,26 +67,23 @@ def test_as_a_user_runs_it(tmp_path):
 
 
 def test_the_exit_code_is_1_only_if_a_run_would_fail(machine, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor"])
     for changes, code, words in (
         ({}, 0, "No problems found"),
         ({"cores": 1}, 0, "warning: 2 processes would share 1 core"),
         ({"driver_gpus": 8}, 1, "error: nvidia-smi lists 8 GPUs"),
     ):
         monkeypatch.setattr(doctor, "gather", lambda changes=changes: machine(**changes))
-        assert doctor.main() == code
-        printed = capsys.readouterr().out
+        found, printed = run_tool(doctor.main, capsys)
+        assert found == code
         assert words in printed
         assert "Use cpu.yaml: " in printed
 
 
 def test_a_package_that_cannot_be_imported_is_an_error_with_the_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor"])
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(SystemExit) as stopped:
-        doctor.main()
-    assert stopped.value.code == 2
-    assert "torchvision cannot be imported (ModuleNotFoundError" in capsys.readouterr().err
+    code, printed = run_tool(doctor.main, capsys)
+    assert code == 2
+    assert "torchvision cannot be imported (ModuleNotFoundError" in printed
 
 
 @pytest.mark.parametrize(
@@ -103,12 +100,7 @@ def test_configs_that_fit(machine, gpus, device, names):
     assert [name for name, *_ in doctor.choices(facts)] == [*names, "cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"]
 
 
-def test_each_config_fits_a_machine_with_several_gpus(machine):
-    names = [name for name, *_ in doctor.choices(machine(2))]
-    assert sorted(names) == sorted(path.stem for path in CONFIGS)
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 3, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_commands_are_accepted_by_the_launcher(machine, gpus):
     for name, _, command in doctor.choices(machine(gpus)):
         words = shlex.split(command)
@@ -140,16 +132,12 @@ HIDDEN = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "driver_gpus": 8}
         (0, {"untested": {"torch": ("2.1", "~=2.15")}}, False, "torch 2.1 is not the tested ~=2.15: pip install"),
         (1, {"complaints": ["V100: no kernels"]}, True, "V100: no kernels"),
         (8, {"cores": 4}, False, "8 processes would share 4 cores"),
-        (0, {"cores": 1}, False, "2 processes would share 1 core:"),
         (8, {"shm_gib": 0.0625}, True, "/dev/shm has 64 MiB free"),
-        (0, {"shm_gib": 0.0625}, False, "/dev/shm has 64 MiB free"),
         (0, {"default_config": "/home/me/x.yaml"}, False, "/home/me/x.yaml is silently used"),
         (0, {"environment": {"WORLD_SIZE": "16"}}, True, "WORLD_SIZE=16 in the environment"),
         (0, {"environment": {"WORLD_SIZE": "1"}}, False, "WORLD_SIZE=1 in the environment"),
-        (0, {"environment": {"LOCAL_RANK": "0"}}, True, "LOCAL_RANK=0 in the environment"),
         (0, {"environment": {"ACCELERATE_USE_FSDP": "true"}}, False, "ACCELERATE_USE_FSDP=true"),
         (1, {"environment": {"ACCELERATE_USE_FSDP": "true"}}, True, "ACCELERATE_USE_FSDP=true"),
-        (0, {"environment": {"ACCELERATE_MIXED_PRECISION": "fp16"}}, False, "PRECISION=fp16"),
         (8, {"environment": {"NCCL_P2P_DISABLE": "1"}}, False, "NCCL_P2P_DISABLE=1"),
         (8, {"environment": {"CUDA_VISIBLE_DEVICES": "3"}}, False, "and single_gpu.yaml replaces it by 0: "),
     ],
@@ -174,8 +162,3 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("\n".join(lines))
     found = doctor.untested_packages(tmp_path / "requirements.txt")
     assert found == {"no-such-package": (None, ">=1"), "ruff": ("0.1", "~=9.0")}
-
-
-def test_the_oldest_tested_version_is_the_bound():
-    (bound,) = re.findall(r"^torch>=(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.M)
-    assert doctor.TESTED[0] == bound
