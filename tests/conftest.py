@@ -134,8 +134,8 @@ def _old_handlers():
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end, as in preloaded.py.
 
-    `launcher.start(...)` returns the process; it and its ranks are fresh interpreters. `launcher.python(*words)` and
-    `start_python` run any other program.
+    `launcher.start(...)` returns the process; it and its ranks are fresh interpreters, or, by `launcher.fork(...)`,
+    forks as in preloaded.py. `launcher.python(*words)` and `start_python` run any other program.
     """
 
     def __init__(self, folder: Path, home: Path):
@@ -150,6 +150,11 @@ class Launcher:
 
     def start(self, *words, cwd=None, stderr=subprocess.PIPE, **options) -> subprocess.Popen:
         return self.start_python(*self.words(*words, **options), cwd=cwd, stderr=stderr)
+
+    def fork(self, *words, stderr=subprocess.PIPE, **options) -> preloaded.Started:
+        words = self.words(*words, **options)
+        self.processes.append(preloaded.Started(words, self.folder, environment(self.home), stderr))
+        return self.processes[-1]
 
     def start_python(self, *words, cwd=None, stderr=subprocess.PIPE) -> subprocess.Popen:
         process = subprocess.Popen(
