@@ -230,9 +230,9 @@ def runs(shared_launcher):
     return Runs(shared_launcher)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_hosts(tmp_path_factory, home):
-    """For all tests of a module: what forks on a host takes seconds to start."""
+    """For all tests: what forks on a host takes seconds to start."""
     from hosts import Hosts
 
     try:
