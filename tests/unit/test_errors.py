@@ -88,11 +88,13 @@ def failing_read(*_) -> None:
     raise ConnectionResetError(104, "Connection reset by peer")
 
 
-def test_a_data_worker_that_is_killed_while_it_sends_a_batch_is_a_sentence():
+def test_a_data_worker_that_is_killed_also_while_it_sends_a_batch_is_a_sentence():
     """Its socket is closed before the kernel tells its parent of its end."""
     with pytest.raises(ConnectionResetError) as raised:
         rebuild_storage_fd(torch.UntypedStorage, SimpleNamespace(detach=failing_read), 8)
-    assert explain(raised.value).endswith(": if memory ran out, use fewer --num_workers")
+    by_kernel = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    for error in (raised.value, by_kernel):
+        assert explain(error).endswith(": if memory ran out, use fewer --num_workers")
     with pytest.raises(ConnectionResetError) as raised:
         failing_read()  # a dataset that reads from a server
     assert explain(raised.value) is None
