@@ -219,13 +219,6 @@ def test_what_has_no_weight_does_not_count_even_if_it_is_nan(accelerator):
     assert stats.reduce() == {"loss": 2.0, "hit": 2 / 3, "samples": 3}
 
 
-def test_values_are_kept_without_their_graph(accelerator):
-    stats = Metrics(accelerator)
-    losses = torch.ones(2, requires_grad=True) * 2
-    stats.add(batch_of([0, 1]), loss=losses)
-    assert not stats.rows[0][0].requires_grad
-
-
 def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch):
     """A loss per task: other names in each step, on each rank, or in a second call for the same batch."""
     another = {"of_another_rank": [[], []]}, 0, []
