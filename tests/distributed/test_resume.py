@@ -79,13 +79,9 @@ def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, t
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--seed", 1], "seed was 0 and is 1"),
-        (["--batch_size", 100], "batch_size was 300 and is 100"),
-        (["--hidden", 32], "hidden was 16 and is 32"),
-        (["--num_epochs", 3], "total_steps was 8 and is 12"),
+        (["--virtual_processes", 4], "virtual_processes was 0 and is 4"),
         (["--lr", 0.1], "lr was 0.006 and is 0.1"),
         (["--dataset", str(ROOT / "data" / "mnist")], "data.train was 1003 and is 60000"),
-        (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
     ],
 )
 def test_different_arguments_are_refused_by_both_values(train, tmp_path, capsys, flags, sentence):
