@@ -132,8 +132,3 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
 
 def losses(run) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in run_reader.lines(run)]
-
-
-def test_restarts_that_would_hang_are_refused(launcher):
-    done = launcher("cpu_ddp", launch_flags=["--max_restarts", 1], check=False)
-    assert "error: --max_restarts needs --rdzv_backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: " in done.stderr

@@ -253,6 +253,11 @@ def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator)
     assert_equal(first, other)
 
 
+def compile_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
 def compile_layer(model):
     model[0] = torch.compile(model[0])
     return model
@@ -262,6 +267,7 @@ WRAPPERS = {
     "data parallel": nn.DataParallel,
     "compiled": torch.compile,
     "compiled inside": lambda model: nn.DataParallel(torch.compile(model)),  # what DDP is put around
+    "compiled in place": compile_in_place,
     "a layer compiled": compile_layer,
 }
 
