@@ -131,6 +131,19 @@ def _old_handlers():
     sys.excepthook = excepthook
 
 
+@pytest.fixture
+def stops(capsys):
+    """What a function says that ends the process with exit code 2."""
+
+    def stops(function, *arguments) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            function(*arguments)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return stops
+
+
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end, as in preloaded.py.
 

@@ -10,9 +10,11 @@ import sys
 import time
 
 import pytest
+import run_folders
 import run_reader
 import torch
 from conftest import ROOT
+from run_reader import is_writing
 
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
@@ -110,14 +112,10 @@ def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path
         assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def test_a_new_run_is_not_started_over_damaged_checkpoints(train, tmp_path, capsys):
     train("run", stop_at_call=3)
     for file in (tmp_path / "run" / "checkpoints").glob("*/model.safetensors"):
-        truncate(file)
+        run_folders.truncate(file)
     for _ in range(2):
         assert train("run", "--resume") == 2
         assert "none of the 1 checkpoints in" in capsys.readouterr().err
@@ -257,13 +255,6 @@ def fork_run(train, log, *flags):
         finally:
             os._exit(99)
     return child
-
-
-def is_writing(run) -> bool:
-    try:
-        return any((run / "checkpoints").glob(".part_*/*"))
-    except FileNotFoundError:  # renamed while we looked
-        return False
 
 
 def times_started(log) -> int:

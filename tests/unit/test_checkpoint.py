@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import run_folders
 import run_reader
 import safetensors.torch
 import torch
@@ -985,10 +986,6 @@ def test_a_number_that_is_not_finite_is_found_in_the_rows_of_any_rank(tmp_path, 
 # --- what was damaged ---------------------------------------------------------------------------
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def flip_a_bit(file):
     """Of the last number: all names and shapes are as before, and the SHA-256 alone tells."""
     content = bytearray(file.read_bytes())
@@ -1008,7 +1005,7 @@ def put_another_checkpoint_in_the_place_of_its_folder(file):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("manifest.json", truncate),
+        ("manifest.json", run_folders.truncate),
         ("manifest.json", lambda file: file.write_text("null")),
         ("manifest.json", put_another_checkpoint_in_the_place_of_its_folder),
         ("model.safetensors", flip_a_bit),
@@ -1064,7 +1061,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
     saver.save(3, {})
     saver.wait()
     folder = tmp_path / "checkpoints"
-    truncate(folder / "step_00000003" / "model.safetensors")
+    run_folders.truncate(folder / "step_00000003" / "model.safetensors")
     before = names(tmp_path)
     refused(accelerator, tmp_path, state)
     assert f"it was written by {version} version of the code (format {number}, " in capsys.readouterr().err

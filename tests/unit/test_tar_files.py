@@ -30,12 +30,6 @@ def numbered(first, last):
     return [(f"{n:04}.{kind}", b"%d" % n * (n % 5)) for n in range(first, last) for kind in ("txt", "cls")]
 
 
-def stops(capsys, function, *arguments) -> str:
-    with pytest.raises(SystemExit):
-        function(*arguments)
-    return capsys.readouterr().err
-
-
 def test_each_sample_is_read_from_files_of_unequal_length(tmp_path):
     parts = [(0, 3), (3, 3), (3, 4), (4, 90)]
     paths = [write_tar(tmp_path / f"{n}.tar", numbered(*part)) for n, part in enumerate(parts)]
@@ -97,17 +91,17 @@ def test_tar_files_are_scanned_once_and_again_if_one_has_changed(tmp_path, capsy
 
 
 @pytest.mark.parametrize("size", [0, 1536, 3000])  # members end at n * 1536
-def test_a_file_that_is_cut_off_is_named(tmp_path, capsys, size):
+def test_a_file_that_is_cut_off_is_named(tmp_path, stops, size):
     path = write_tar(tmp_path / "cut.tar", [(f"{n}.txt", b"x" * 600) for n in range(5)])
     content = path.read_bytes()
     path.write_bytes(content[:size])
-    said = stops(capsys, TarFiles, [path])
+    said = stops(TarFiles, [path])
     assert "cut.tar is not a whole, uncompressed tar file" in said
     assert ("after" in said) == (size >= 512)
     assert len(said.splitlines()) == 1
 
 
-def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):
+def test_files_that_are_no_tar_files_are_named(tmp_path, stops):
     whole = write_tar(tmp_path / "whole.tar", numbered(1, 9)).read_bytes()
     for name, content in {
         "two.tar": whole + whole,
@@ -115,12 +109,12 @@ def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):
         "text.tar": b"no tar file" * 200,
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert f"{name} is not a whole" in stops(capsys, TarFiles, [tmp_path / name])
+        assert f"{name} is not a whole" in stops(TarFiles, [tmp_path / name])
     with tarfile.open(tmp_path / "packed.tar", "w:gz") as tar:
         tar.add(tmp_path / "whole.tar")
-    assert "packed.tar is not a whole, uncompressed" in stops(capsys, TarFiles, [tmp_path / "packed.tar"])
+    assert "packed.tar is not a whole, uncompressed" in stops(TarFiles, [tmp_path / "packed.tar"])
     twice = write_tar(tmp_path / "twice.tar", [*numbered(1, 9), ("0003.TXT", b"other")])
-    assert "(two members are named 0003.txt, after 0008.cls)" in stops(capsys, TarFiles, [twice])
+    assert "(two members are named 0003.txt, after 0008.cls)" in stops(TarFiles, [twice])
     with pytest.raises(FileNotFoundError, match=r"none\.tar"):
         TarFiles([tmp_path / "none.tar"])
 
@@ -173,7 +167,7 @@ def test_images_and_labels_are_a_split(tmp_path, label):
     assert sorted(int(pixel) for batch in loader for pixel in batch.data[0][:, 0, 0, 0]) == list(range(12))
 
 
-def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsys):
+def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsys, stops):
     folder = tmp_path / "images"
     for split in ("train", "test"):
         members = [("1.input.png", png(0)), ("1.cls", b"cat"), ("2.input.png", png(1)), ("2.cls", b"dog\n")]
@@ -187,14 +181,14 @@ def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsy
     (folder / "classes.txt").write_text("cat\ndog\n")  # the tar files have not changed
     assert load_splits(str(folder))[0].labels.tolist() == [0, 1]
     (folder / "classnames.txt").write_text("cat\ndog\n")
-    assert "only one of them may be there" in stops(capsys, load_splits, str(folder))
+    assert "only one of them may be there" in stops(load_splits, str(folder))
 
 
-def test_images_that_cannot_be_used_are_named(tmp_path, capsys):
+def test_images_that_cannot_be_used_are_named(tmp_path, stops):
     """The other sentences are those of tests/programs/inputs.py."""
 
     folder = image_folder(tmp_path / "labels", lambda n: ("json", b'{"label": true}'))
-    assert "0: ValueError: its label is True" in stops(capsys, load_splits, folder)
+    assert "0: ValueError: its label is True" in stops(load_splits, folder)
     dataset = image_folder(tmp_path / "names")
     for members, words in {
         (("1.txt", b""), ("1.cls", b"0")): r"1: ValueError: it has 0 images \(\): see --image_column",

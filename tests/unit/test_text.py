@@ -23,13 +23,6 @@ TEXTS = ["low lower lowest\n", "new newer newest wide wider\n    wide", "l\xf6w 
 BYTES = learn_tokenizer(TEXTS, 257)
 
 
-def stops(capsys, function, *arguments) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        function(*arguments)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 def write_files(folder, contents):
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +126,7 @@ def test_a_saved_tokenizer_is_read_by_transformers(tmp_path):
     assert theirs.eos_token_id == tokenizer.token_to_id(EOS)
 
 
-def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, capsys):
+def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, stops):
     words = {f"word{number}": number for number in range(9)}
     theirs = Tokenizer(models.WordLevel(words, unk_token="word0"))
     theirs.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -149,7 +142,7 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
 
     for words in ({"a": 0, "b": 7}, {}):
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "unusable.json"))
-        assert "no tokens, or gaps in their ids" in stops(capsys, load_tokenizer, tmp_path / "unusable.json")
+        assert "no tokens, or gaps in their ids" in stops(load_tokenizer, tmp_path / "unusable.json")
 
 
 def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
@@ -190,10 +183,10 @@ def test_the_standard_library_is_text_that_every_machine_has():
     assert 0.005 < sum(map(len, test)) / sum(map(len, train)) < 0.2
 
 
-def test_data_without_a_document_for_training_or_testing_are_refused(tmp_path, home, capsys):
+def test_data_without_a_document_for_training_or_testing_are_refused(tmp_path, home, stops):
     """What else is refused is in tests/programs/inputs.py."""
     folder = write_parquet(tmp_path / "empty", train=["a", "b"], test=[None, ""])
-    assert "needs a non-empty document" in stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    assert "needs a non-empty document" in stops(load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
     assert not list(tmp_path.glob("cache/tokens/*/manifest.json"))
 
 
