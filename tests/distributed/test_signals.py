@@ -4,16 +4,11 @@ All ranks save together, and nothing is lost.
 """
 
 import ctypes
-import fcntl
 import json
 import os
-import pty
-import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 
 import psutil
@@ -24,7 +19,6 @@ import torch
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils.console import CLEAR_LINE
 from utils.failures import signals
 from utils.failures.errors import explain_errors
 from utils.loader import GlobalLoader
@@ -178,7 +172,7 @@ def test_a_data_worker_that_is_stuck_in_a_read_ends_with_its_process():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_to_a_process_and_its_data_workers_saves(tmp_path, monkeypatch, name):
+def test_a_signal_to_a_process_and_its_data_workers_saves(tmp_path, small_mnist, monkeypatch, name):
     here, step_done = psutil.Process(), Run._step_done
     others = here.children()
 
@@ -191,7 +185,8 @@ def test_a_signal_to_a_process_and_its_data_workers_saves(tmp_path, monkeypatch,
         step_done(run, epoch)
 
     monkeypatch.setattr(Run, "_step_done", step_done_with_signal)
-    assert run_many.run("data_workers", ["--output_dir", tmp_path / "run"]) == signals.EXIT_REQUEUE
+    flags = ["--dataset", small_mnist, "--num_workers", 2, "--batch_size", 8, "--gradient_accumulation_steps", 2]
+    assert run_many.run("mlp", [*flags, "--output_dir", tmp_path / "run"]) == signals.EXIT_REQUEUE
     assert run_reader.last_checkpoint(tmp_path / "run").name == "step_00000005"
 
 
@@ -249,10 +244,8 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         assert stop_signal.agreed()
         said.append(capfd.readouterr().err)
-    assert said == [
-        "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once\n",
-        "stopped at once; to continue from the last checkpoint: COMMAND --resume\n",
-    ]
+    assert "press Ctrl-C again" in said[0]
+    assert said[1].endswith("COMMAND --resume\n")
     assert ends == [130]
 
 
@@ -279,46 +272,6 @@ def test_ctrl_c_before_training_prints_no_traceback(monkeypatch, capsys):
         assert capsys.readouterr().err == expected
     sys.excepthook(KeyError, KeyError("x"), None)
     assert "KeyError: 'x'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_on_a_terminal(launcher, small_mnist):
-    """Our own lines come first, with colours; a Ctrl-C leaves a whole line."""
-    terminal, screen = pty.openpty()
-    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-    config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
-    command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "3000"]
-    environment = {**os.environ, "HF_HOME": str(launcher.home), "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    words = {"cwd": launcher.folder, "env": environment, "start_new_session": True}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, **words)
-    launcher.processes.append(process)
-    os.close(screen)
-    shown = b""
-    while chunk := read(terminal):
-        shown += chunk
-        if b"step 200/" in shown:
-            (worker,) = workers(process, 1)
-            worker.send_signal(signal.SIGINT)
-            break
-    while chunk := read(terminal):
-        shown += chunk
-    assert process.wait(30) == 1
-    lines = shown.decode().split("\r\n")
-    assert lines[1].removeprefix(CLEAR_LINE).startswith("topology ")  # after what was read
-    message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
-    assert f"\r\033[K{message}" in shown.decode()
-    assert re.match(r"\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
-    assert lines[-2].endswith("--num_epochs 3000 --resume")
-    assert not lines[-1]
-
-
-def read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # Linux's way to say that all have closed it
-        return b""
 
 
 @pytest.mark.slow
