@@ -763,17 +763,6 @@ def test_an_item_that_cannot_be_read_is_an_error_of_one_line(capsys, workers):
     assert "photo 0 is no photo: remove it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [KeyError, RuntimeError])
-def test_other_errors_of_a_dataset_keep_their_traceback(kind):
-    class Broken(Squares):
-        def __getitem__(self, index):
-            raise kind("no such column")
-
-    for workers in (0, 1):
-        with pytest.raises(kind, match="no such column"):
-            list(make(Broken(), num_workers=workers).epoch(0))
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers, deterministic):

@@ -274,14 +274,6 @@ def test_a_metric_that_does_not_say_which_value_is_best_is_refused_before_there_
     assert not (tmp_path / "run").exists()
 
 
-def test_the_direction_decides_and_is_shown(start, tmp_path, capsys):
-    results = {4: {"ppl": 9.0, "fid": 1.0}, 8: {"ppl": 3.0, "fid": 2.0}, 12: {"ppl": 5.0, "fid": 3.0}}
-    assert start(Script(results=results, epochs=3), save_best="min:ppl") is None
-    assert "minimum of the test ppl" in capsys.readouterr().out
-    found = summary(tmp_path / "run")
-    assert (found["best_ppl"], found["best_step"]) == (3.0, 8)
-
-
 def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch):
     """Here: on a rank whose own scores, which differ by rounding, would stop the run at step 12."""
     scores = iter([0.5, 0.50000002, 0.4, 0.3])
@@ -441,15 +433,6 @@ def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_d
     assert first.drawn == second.drawn == steps.drawn
     # Start, 4 steps, 3 batches of a test and end of each of 2 epochs; each micro-batch draws numbers of its own.
     assert [len(set(numbers)) for numbers in zip(*first.drawn.values(), strict=True)] == [expected] * 3
-
-
-def test_a_run_without_a_schedule_is_made_longer_but_not_shorter_than_it_is(start, tmp_path, capsys):
-    assert start(Script(epochs=1)) is None
-    assert start(Script(epochs=2, stop_at=(7, "step")), resume=True) == EXIT_REQUEUE
-    assert start(Script(epochs=1), resume=True) == 2
-    assert "total_steps was 8 and is 4" in capsys.readouterr().err
-    assert start(Script(epochs=3), resume=True) is None
-    assert summary(tmp_path / "run")["step"] == 12
 
 
 @pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (2, True)])
