@@ -131,11 +131,24 @@ def _old_handlers():
     sys.excepthook = excepthook
 
 
+@pytest.fixture
+def stops(capsys):
+    """What a function says that ends the process with exit code 2."""
+
+    def stops(function, *arguments) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            function(*arguments)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return stops
+
+
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end, as in preloaded.py.
 
-    `launcher.start(...)` returns the process; it and its ranks are fresh interpreters. `launcher.python(*words)` and
-    `start_python` run any other program.
+    `launcher.start(...)` returns the process; it and its ranks are fresh interpreters, or, by `launcher.fork(...)`,
+    forks as in preloaded.py. `launcher.python(*words)` and `start_python` run any other program.
     """
 
     def __init__(self, folder: Path, home: Path):
@@ -150,6 +163,11 @@ class Launcher:
 
     def start(self, *words, cwd=None, stderr=subprocess.PIPE, **options) -> subprocess.Popen:
         return self.start_python(*self.words(*words, **options), cwd=cwd, stderr=stderr)
+
+    def fork(self, *words, stderr=subprocess.PIPE, **options) -> preloaded.Started:
+        words = self.words(*words, **options)
+        self.processes.append(preloaded.Started(words, self.folder, environment(self.home), stderr))
+        return self.processes[-1]
 
     def start_python(self, *words, cwd=None, stderr=subprocess.PIPE) -> subprocess.Popen:
         process = subprocess.Popen(
@@ -225,9 +243,9 @@ def runs(shared_launcher):
     return Runs(shared_launcher)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_hosts(tmp_path_factory, home):
-    """For all tests of a module: what forks on a host takes seconds to start."""
+    """For all tests: what forks on a host takes seconds to start."""
     from hosts import Hosts
 
     try:

@@ -41,10 +41,8 @@ def test_a_model_with_buffers_is_refused(capsys):
 def test_shards_have_the_numbers_of_one_process_and_no_process_holds_the_model(launcher):
     expected = fsdp.build(fake_accelerator(), builds.make, seed=7)
     pretrained = fsdp.build(fake_accelerator(), builds.make, seed=3)
-    file, other = launcher.folder / "weights.safetensors", launcher.folder / "other.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in pretrained.state_dict().items()}
-    safetensors.torch.save_file(tensors, file)
-    safetensors.torch.save_file(tensors | {"row": torch.ones(2, 7)}, other)
+    file = launcher.folder / "weights.safetensors"
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in pretrained.state_dict().items()}, file)
     options = {"script": ROOT / "tests" / "programs" / "builds", "launch_flags": ["--num_processes", 3]}
     launcher("cpu_fsdp", "--output_dir", "built", **options)
     launcher("cpu_fsdp", "--output_dir", "loaded", "--pretrained", file, **options)
@@ -55,5 +53,3 @@ def test_shards_have_the_numbers_of_one_process_and_no_process_holds_the_model(l
         assert built["is_tied"]
         assert built["peak_mib"] < 80  # of 150, of which a third is its shards
         assert loaded["peak_mib"] < 85
-    stopped = launcher("cpu_fsdp", "--output_dir", "refused", "--pretrained", other, check=False, **options)
-    assert "ValueError: names or shapes differ: row" in stopped.stderr

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import run_many
 import run_reader
-import small_resnets
 import torch
 import torch.nn.functional as F
 import virtual_gpus
@@ -17,12 +16,10 @@ from same_numbers import largest_difference
 from torch import nn
 
 from examples.loss_inside import WithLoss
-from scripts import resnet50
 from utils.accelerator import TrainingAccelerator
 from utils.launched import data_parallel_gpus
-from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.data_parallel import data_parallel
-from utils.parallel.virtual_processes import Node, use_virtual_processes
+from utils.parallel.virtual_processes import use_virtual_processes
 
 GPUS = 4
 
@@ -217,31 +214,6 @@ def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
     assert_all_worked(seen, GPUS, 1003 + 203)
     (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
-
-
-@pytest.mark.slow
-def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_statistics(train, monkeypatch):
-    """Each GPU normalises its part of the batch, as each micro-batch is with accumulation."""
-    small_resnets.use_4_blocks(monkeypatch.setattr)
-    monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 64)
-    monkeypatch.setattr(resnet50, "mean_and_std", resnet50.mean_and_std.__wrapped__)
-    flags = ["--batch_size", 16, "--image_size", 16, "--max_steps", 2, "--max_test_samples", 23]
-    flags += ["--ema_decay", 0.9, "--num_workers", 0]
-    torch.set_default_dtype(torch.float64)
-    try:
-        two, seen = train("resnet50", "two", *flags, gpus=2)
-
-        def add_the_first_only(self, flat):
-            if not self.sums:
-                accumulation = self.accelerator.gradient_accumulation_steps
-                self.sums.append(Node(0, 1, flat * accumulation))
-
-        monkeypatch.setattr(BatchNorms, "_add", add_the_first_only)
-        one, _ = train("resnet50", "one", *flags, "--gradient_accumulation_steps", 2)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert largest_difference(one, two) <= 1e-8
-    assert [8, 8] in seen.parts
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
     It is resumed each time; the last time without a person, after the process that has the checkpoints was killed.
     """
     for step, name, fault in (
-        (100, "process killed", lambda: hosts.kill(1, LOCAL_RANK=0)),
+        (100, "process killed", lambda: hosts.kill(1, only_ranks=True)),
         (200, "host killed", lambda: hosts.kill(1)),
         (300, "link cut", lambda: hosts.network.plug("down")),
     ):
@@ -121,7 +121,7 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
         *flags, "--resume", "--timeout_s", 60, launch_flags=restarts, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
     )
     hosts.wait_for("step 400/")
-    hosts.kill(0, RANK=0)
+    hosts.kill(0, only_ranks=True)
     assert hosts.ends(running)[0] == [0, 0], hosts.tails()
     launches = run_reader.launches(tmp_path / "run")
     resumed_from = [launch["from_step"] for launch in launches[1:]]
@@ -132,8 +132,3 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
 
 def losses(run) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in run_reader.lines(run)]
-
-
-def test_restarts_that_would_hang_are_refused(launcher):
-    done = launcher("cpu_ddp", launch_flags=["--max_restarts", 1], check=False)
-    assert "error: --max_restarts needs --rdzv_backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: " in done.stderr

@@ -39,9 +39,3 @@ def test_features_leave_the_weights_of_those_that_matter(small_mnist, tmp_path, 
         assert found["model"] == reference, (precision, division)
         references.add(reference)
     assert len(references) == len(MATTERS)  # otherwise this would compare nothing
-
-
-def test_virtual_processes_are_the_micro_batches_of_a_step(small_mnist, tmp_path, capsys):
-    flags = ["--virtual_processes", 4, "--gradient_accumulation_steps", 2, "--output_dir", tmp_path / "run"]
-    assert run_many.run("mlp", ["--dataset", small_mnist, *flags]) == 2
-    assert "leave --gradient_accumulation_steps out" in capsys.readouterr().err

@@ -21,12 +21,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils import agree
 from utils.accelerator import TrainingAccelerator
 from utils.console import printable
 from utils.failures.errors import explain
 from utils.layout import Layout
-from utils.parallel.fsdp import units, update_average
+from utils.parallel.fsdp import update_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded into parts of 97 and 96 rows.
@@ -308,12 +307,6 @@ class Plain(nn.Module):
         return self.head(self.words(ids) + self.places.weight)
 
 
-def test_blocks_and_embeddings_are_gathered_on_their_own():
-    model = Plain()
-    assert units(model, 10) == [*reversed(model.blocks), model.places]
-    assert units(model, 20) == []
-
-
 class Clipped(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -327,27 +320,6 @@ def test_a_write_into_a_gathered_weight_is_an_error(one_process_shards, capsys):
     with pytest.raises(SystemExit):
         model(torch.ones(1, 4))
     assert "the forward pass writes into 1.weight: FSDP gathers a copy" in capsys.readouterr().err
-
-
-def test_weights_that_differ_before_they_are_sharded_are_an_error(one_process_shards, monkeypatch, capsys):
-    """Unlike DDP, FSDP copies none from rank 0: half of each matrix would be rank 1's."""
-    model = nn.Linear(3, 2)
-    monkeypatch.setattr(agree, "gather_object", lambda mine: [*mine, ("beta", {**mine[0][1], "bias": 7})])
-    with pytest.raises(SystemExit):
-        one_process_shards.prepare(model)
-    assert "error: bias differs between rank 1 on beta and rank 0 on " in capsys.readouterr().err
-
-
-def test_calls_of_sharded_layers_are_compared_with_their_order(one_process_shards):
-    model = one_process_shards.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    numbers = []
-    for calls in ([0, 1], [1, 0], [0], [], [0, 1]):
-        one_process_shards.sharded_calls = 0
-        for place in calls:
-            model[place](torch.ones(1, 4))
-        numbers.append(one_process_shards.sharded_calls)
-    assert numbers[0] == numbers[-1]
-    assert len(set(numbers)) == 4
 
 
 def test_a_weight_that_is_used_outside_of_its_module_is_an_error_of_torch(one_process_shards):

@@ -4,11 +4,9 @@ import count_all_reduces
 import pytest
 import run_many
 import run_reader
-import small_resnets
 import torch
 from fakes import fake_accelerator
 from run_reader import losses, weights
-from torch import nn
 
 from scripts import resnet50
 
@@ -61,38 +59,6 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
     assert run_many.run("mlp", [*flags, "--resume", "--output_dir", later]) is None
     assert_close(folder / "eager", later)
     assert run_reader.summary(folder / "counted")["gradient_all_reduces"] == 1
-
-
-@pytest.mark.slow
-def test_compile_of_resnet50_changes_no_numbers_and_may_change_when_resuming(tiny_mnist, tmp_path, monkeypatch, home):
-    compiled = []
-    compile_module = nn.Module.compile
-
-    def compile_eagerly(module):
-        compiled.append(module)
-        compile_module(module, backend="eager")
-
-    small_resnets.use_float64(monkeypatch.setattr)
-    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
-    flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 16, "--max_steps", 2]
-    flags += ["--max_test_samples", 9, "--num_workers", 0, "--log_every", 1]
-    flags += ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--ema_decay", 0.9]
-    flags += ["--warmup_epochs", 0]
-    eager, now = tmp_path / "eager", tmp_path / "now"
-    try:
-        assert run_many.run("resnet50", [*flags, "--output_dir", eager]) is None
-        assert not compiled
-        run_many.back_to(eager, 1, now)
-        again = ["--compile", "--resume", "--output_dir", now]
-        assert run_many.run("resnet50", [*flags, *again]) is None
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(compiled) == 1
-    assert_close(eager, now)
-    average = weights(eager, "model_ema")
-    found = weights(now, "model_ema")
-    for name, tensor in average.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(

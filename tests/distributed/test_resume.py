@@ -10,9 +10,11 @@ import sys
 import time
 
 import pytest
+import run_folders
 import run_reader
 import torch
 from conftest import ROOT
+from run_reader import is_writing
 
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
@@ -79,13 +81,9 @@ def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, t
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--seed", 1], "seed was 0 and is 1"),
-        (["--batch_size", 100], "batch_size was 300 and is 100"),
-        (["--hidden", 32], "hidden was 16 and is 32"),
-        (["--num_epochs", 3], "total_steps was 8 and is 12"),
+        (["--virtual_processes", 4], "virtual_processes was 0 and is 4"),
         (["--lr", 0.1], "lr was 0.006 and is 0.1"),
         (["--dataset", str(ROOT / "data" / "mnist")], "data.train was 1003 and is 60000"),
-        (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
     ],
 )
 def test_different_arguments_are_refused_by_both_values(train, tmp_path, capsys, flags, sentence):
@@ -114,14 +112,10 @@ def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path
         assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def test_a_new_run_is_not_started_over_damaged_checkpoints(train, tmp_path, capsys):
     train("run", stop_at_call=3)
     for file in (tmp_path / "run" / "checkpoints").glob("*/model.safetensors"):
-        truncate(file)
+        run_folders.truncate(file)
     for _ in range(2):
         assert train("run", "--resume") == 2
         assert "none of the 1 checkpoints in" in capsys.readouterr().err
@@ -261,13 +255,6 @@ def fork_run(train, log, *flags):
         finally:
             os._exit(99)
     return child
-
-
-def is_writing(run) -> bool:
-    try:
-        return any((run / "checkpoints").glob(".part_*/*"))
-    except FileNotFoundError:  # renamed while we looked
-        return False
 
 
 def times_started(log) -> int:

@@ -16,16 +16,6 @@ from utils import agree
 from utils.parallel import same_state
 from utils.parallel.data_parallel import fix_buckets
 
-PROGRAM = ROOT / "tests" / "programs" / "drifting"
-
-
-@pytest.mark.slow
-def test_a_test_result_of_each_processs_own_samples_stops_the_run(launcher):
-    done = launcher("cpu_ddp", script=PROGRAM, check=False)
-    assert done.returncode != 0
-    assert "the processes have different test results: rank 1 on " in done.stderr
-    assert not (launcher.folder / "run" / "summary.json").exists()
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

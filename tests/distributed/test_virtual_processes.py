@@ -482,18 +482,6 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
     assert found == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [4, 0])
-def test_a_different_number_of_virtual_processes_is_refused_when_resuming(runs, tmp_path, capsys, number):
-    run = run_reader.record(runs / "mlp" / "1")
-    assert run["launches"][0]["virtual_processes"] == 8
-    run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
-    flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
-    flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
-    assert run_many.run("mlp", flags) == 2
-    assert "virtual_processes was 8 and is " in capsys.readouterr().err
-
-
 SHARDED = {
     # Tied embeddings; most steps are clipped, and the last one has fewer samples than virtual processes.
     "transformer": [

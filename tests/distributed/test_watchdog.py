@@ -36,7 +36,7 @@ def wait_for(process, pattern: str) -> None:
 @pytest.mark.slow
 def test_each_rank_says_where_it_is_in_a_step_that_does_not_end_and_a_killed_one_is_named(launcher):
     folder = launcher.folder
-    process = launcher.start("cpu_ddp", script=PROGRAM.with_suffix(""), stderr=subprocess.STDOUT)
+    process = launcher.fork("cpu_ddp", script=PROGRAM.with_suffix(""), stderr=subprocess.STDOUT)
     warning = r"warning: rank {} on \S+ has been in one micro-batch for [67] s, after step {}, at \S*hangs.py:{}; "
     waits, loops = warning.format(0, 7, line_with("# first")), warning.format(1, 7, r"\d+")
     wait_for(process, rf"(?s)({waits}.*{loops}|{loops}.*{waits})")

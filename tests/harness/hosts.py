@@ -1,15 +1,20 @@
-"""Two hosts on one machine, and what runs on them."""
+"""Two hosts on one machine, and what runs on them: Python as forks of a process on the host, as in preloaded.py."""
 
 import contextlib
 import itertools
+import multiprocessing
 import os
-import signal
+import shlex
 import socket
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
+from unittest import mock
 
+import preloaded
+import psutil
 from network import ADDRESSES, NAMES, Network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,20 +52,41 @@ class Hosts:
         self.folder, self.home, self.processes = folder, home, []
         self.network = Network()
         self.spaces = self.network.spaces  # one for each host
+        self.forkservers = [self.start_forkserver(host) for host in range(len(self.spaces))]
 
-    def start(
-        self, host: int, *command, cwd: Path | None = None, log: str | None = None, **variables
-    ) -> subprocess.Popen:
+    def start_forkserver(self, host: int) -> forkserver.ForkServer:
+        """A process on a host that imports torch once, and of which Python programs there are forks."""
+        enter = self.folder / f"python_on_{NAMES[host]}"
+        enter.write_text(f'#!/bin/sh\nexec {shlex.join([*self.network.enter(host), sys.executable])} "$@"\n')
+        enter.chmod(0o755)
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(preloaded.IMPORTS)
+        resource_tracker.ensure_running()  # not on the host
+        spawn.set_executable(str(enter))
+        try:
+            with mock.patch.dict(os.environ, environment(self.home)):
+                server.ensure_running()
+        finally:
+            spawn.set_executable(sys.executable)
+        return server
+
+    def start(self, host: int, *command, cwd: Path | None = None, log: str | None = None, **variables):
         """Run a command on a host; its output goes to the file `log`, by default alpha.log or beta.log."""
-        with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
-            process = subprocess.Popen(
-                [*self.network.enter(host), *map(str, command)],
-                cwd=cwd or self.folder,
-                env=environment(self.home) | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+        log, cwd = self.folder / (log or f"{NAMES[host]}.log"), cwd or self.folder
+        command, variables = [str(word) for word in command], environment(self.home) | variables
+        log.write_text("")
+        if command[0] == sys.executable and command[1] != "-c":
+            program = multiprocessing.get_context("forkserver").Process(
+                target=preloaded.program, args=(command[1:], variables, cwd, [log, log])
             )
+            server = self.forkservers[host]
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process = preloaded.Fork(command, program)
+        else:
+            with log.open("a") as file:
+                words = [*self.network.enter(host), *command]
+                streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                process = subprocess.Popen(words, cwd=cwd, env=variables, **streams)
         self.processes.append(process)
         return process
 
@@ -132,25 +158,17 @@ class Hosts:
         assert not self.pids(0) + self.pids(1)
         return codes_and_seconds
 
-    def pids(self, host: int, **environment) -> list[int]:
-        """The processes on a host that have these environment variables."""
-        found = []
-        for pid in self.network.pids(host):
-            try:
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:  # it has just ended
-                continue
-            if all(f"{name}={value}".encode() in words for name, value in environment.items()):
-                found.append(pid)
-        return found
+    def pids(self, host: int) -> list[int]:
+        """The processes on a host."""
+        return [pid for pid in self.network.pids(host) if pid != self.forkservers[host]._forkserver_pid]
 
-    def kill(self, host: int, **environment) -> None:
-        """kill -9; of all processes where no environment is given: the host is gone."""
-        for pid in self.pids(host, **environment):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    def kill(self, host: int, only_ranks: bool = False) -> None:
+        """kill -9, of all processes: the host is gone; or of those that a launcher has started."""
+        for pid in self.pids(host):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if not only_ranks or process.ppid() != self.forkservers[host]._forkserver_pid:
+                    process.kill()
 
     def clear(self) -> None:
         """End what runs on the hosts, and have them as they were at first."""
@@ -164,4 +182,6 @@ class Hosts:
 
     def remove(self) -> None:
         self.clear()
+        for server in self.forkservers:
+            server._stop()
         self.network.remove()

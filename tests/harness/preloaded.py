@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -53,12 +54,7 @@ def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subpr
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; the process is killed.
     """
-    if not variables:
-        variables.update(environment)
-        with mock.patch.dict(os.environ, environment, clear=True):
-            multiprocessing.forkserver.ensure_running()
-    changed = {name for name, _ in environment.items() ^ variables.items()}
-    if not all(name.startswith(READ_LATER) for name in changed):
+    if not can_fork(environment):
         return None
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / "out", Path(folder) / "err"]
@@ -74,6 +70,16 @@ def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subpr
     if late:
         raise subprocess.TimeoutExpired(words, timeout, out, err)
     return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def can_fork(environment: dict) -> bool:
+    """Whether a fork of what has imported everything has this environment, too. The first call starts the imports."""
+    if not variables:
+        variables.update(environment)
+        with mock.patch.dict(os.environ, environment, clear=True):
+            multiprocessing.forkserver.ensure_running()
+    changed = {name for name, _ in environment.items() ^ variables.items()}
+    return all(name.startswith(READ_LATER) for name in changed)
 
 
 def program(words: list[str], environment: dict, cwd: Path | None = None, streams: list[Path] = ()) -> None:
@@ -112,17 +118,13 @@ def program(words: list[str], environment: dict, cwd: Path | None = None, stream
         atexit._run_exitfuncs()
 
 
-class Rank:
-    """A process that a launcher forks; what launchers use of subprocess.Popen."""
+class Fork:
+    """A process of multiprocessing with what launchers and tests use of subprocess.Popen."""
 
-    def __init__(self, args, env=None, **_):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        command = [str(word) for word in args[1:]]
-        self.args = args
-        self.process = multiprocessing.get_context("fork").Process(target=rank, args=(command, dict(env or os.environ)))
-        self.process.start()
-        self.pid = self.process.pid
+    def __init__(self, args, process):
+        self.args, self.process = args, process
+        process.start()
+        self.pid = process.pid
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -137,6 +139,44 @@ class Rank:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Started(Fork):
+    """`python WORDS` in a fork that runs beside the test, which reads `stdout` and `stderr` as those of a Popen."""
+
+    def __init__(self, words: list[str], cwd: Path, environment: dict, stderr=subprocess.PIPE):
+        assert can_fork(environment), "these variables need a fresh interpreter"
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            pipes = [out, out if stderr == subprocess.STDOUT else err]
+            for pipe in {*pipes}:
+                os.mkfifo(pipe)
+            super().__init__(words, context.Process(target=program, args=(words, environment, cwd, pipes)))
+            self.stdout, self.stderr = (pipe.open(errors="replace") for pipe in pipes)  # once the fork has opened it
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """As that of a Popen, but what has not ended in time is killed."""
+        end = threading.Timer(timeout, os.killpg, [self.pid, signal.SIGKILL])
+        end.start()
+        with ThreadPoolExecutor() as pool:
+            said = tuple(pool.map(lambda stream: stream.read(), (self.stdout, self.stderr)))
+        self.wait()
+        end.cancel()
+        return said
+
+
+class Rank(Fork):
+    """A process that a launcher forks."""
+
+    def __init__(self, args, env=None, **_):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        command = [str(word) for word in args[1:]]
+        forked = multiprocessing.get_context("fork").Process(target=rank, args=(command, dict(env or os.environ)))
+        super().__init__(args, forked)
 
 
 def rank(words: list[str], environment: dict) -> None:

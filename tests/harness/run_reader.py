@@ -57,5 +57,13 @@ def last_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").glob("step_*"))
 
 
+def is_writing(run: Path) -> bool:
+    """Whether a checkpoint is being written, or was when the run was killed."""
+    try:
+        return any((run / "checkpoints").glob(".part_*/*"))
+    except FileNotFoundError:  # renamed while we looked
+        return False
+
+
 def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()

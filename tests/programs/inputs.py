@@ -67,6 +67,7 @@ def table(**columns) -> Callable:
 A_B = (["a"], ["b"])
 TOGETHER = (["a", "b"], [])  # a hash decides
 KINDS = {"txt": str, "JSONL": of_text, "jsonl.gz": lambda text: gzip.compress(of_text(text))}
+KINDS["jsonl.zst"] = lambda text: pyarrow.compress(of_text(text), "zstd", asbytes=True)
 KINDS |= {"parquet": lambda text: table(text=[text]), "csv": lambda text: f"text,id\n{text},1\n"}
 PAIRS = [("train.{}", "test.{}"), ("Train/a.{}", "Test/a.{}"), ("data/train-00000.{}", "data/validation-00000.{}")]
 PAIRS += [("wiki.train.0.{}", "wiki.eval.0.{}"), ("set/train2017/a.{}", "set/val2017/a.{}")]
@@ -88,6 +89,7 @@ TEXT |= {
     "in an empty folder": ({}, "neither a folder with data nor a Hub id"),
     "lines, two strings": ({"a.jsonl": lines({"x": "a", "y": "b"})}, "choose the one with text by --text_column"),
     "lines, one without": ({"a.jsonl": lines({"text": "a"}, {"body": "b"})}, "a.jsonl:2 is not a JSON object"),
+    "lines with half a character": ({"a.jsonl": lines({"text": "half \ud800"})}, (["half ?"], [])),
     "lines of a list": ({"a.jsonl": lines({"text": ["a"], "url": "u"})}, "has list"),
     "lines that are null": ({"a.jsonl": lines({"text": "a"}, None)}, "a.jsonl:2 is not a JSON object"),
     "lines cut off": ({"a.jsonl": b'{"text": "a"}\n{"text": '}, "a.jsonl:2 is not a JSON object"),

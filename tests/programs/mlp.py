@@ -1,5 +1,5 @@
-"""mnist_mlp.py with more flags: float64, ReLU, SGD, torch.compile, a moving average, and dropout with noise from
-`batch.rand`."""
+"""mnist_mlp.py with more flags: float64, ReLU, SGD, torch.compile, a moving average, data workers, and dropout with
+noise from `batch.rand`."""
 
 import sys
 from pathlib import Path
@@ -27,6 +27,7 @@ def parse_args():
     parser = ArgumentParser(__doc__)
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="ylecun/mnist")
+    add("--num_workers", type=int, default=0)
     add = parser.add_argument_group("model and training").add_argument
     add("--hidden", type=positive_int, default=192)
     add("--activation", choices=ACTIVATIONS, default="silu")
@@ -84,7 +85,8 @@ def main():
     run = Run(accelerator, args)
 
     train_data, test_data = load_images(args.dataset)
-    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
+    items = list(train_data) if args.num_workers else train_data
+    train_loader = GlobalLoader(items, args.batch_size, accelerator, seed=args.seed, num_workers=args.num_workers)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from fakes import fake_accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.accelerator import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.fsdp import update_average
 
 
 @pytest.mark.parametrize(
@@ -101,32 +99,6 @@ def test_ddp_does_not_replace_the_statistics_with_rank_0s(monkeypatch):
         assert replaced == [plain]
     finally:
         dist.destroy_process_group()
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that compute: on a GPU each is at least one launch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += not operation.is_view
-        return operation(*args, **kwargs or {})
-
-
-def test_layers_are_averaged_together():
-    """ResNet-50 has 53: one operation for each of them and each step would be a good part of a step on a GPU."""
-    counts, accelerator = [], TrainingAccelerator(cpu=True)
-    for layers in (2, 20):
-        model = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(layers))
-        batch_norms = BatchNorms(model, accelerator)
-        with Operations() as statistics, accelerator.accumulate(model), batch_norms.averaged():
-            pass
-        average = copy.deepcopy(model)
-        with Operations() as averaging:
-            update_average(average, model, decay=0.0)
-            update_average(average, model, decay=0.9)
-        counts.append((statistics.count, averaging.count))
-    assert counts[0] == counts[1]
 
 
 class Counter(nn.Module):

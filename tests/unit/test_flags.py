@@ -112,24 +112,6 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
             assert re.search(r"\(default:\s+[\d.e-]+\)", rest), name
 
 
-LENGTH = {"gradient_accumulation_steps", "max_steps"}
-CHANGEABLE = {
-    "mnist_mlp": LENGTH | {"num_epochs"},
-    "gradient_accumulation": LENGTH | {"num_epochs"},
-    "resnet50": LENGTH | {"num_epochs", "compile"},
-    "transformer": LENGTH | {"compile", "checkpoint_activations", "prompt", "num_tokens", "temperature"},
-    "model_split": LENGTH | {"num_epochs", "num_stages", "num_microbatches", "schedule", "split", "cpu_threads"},
-}
-
-
-@pytest.mark.parametrize("name", CHANGEABLE)
-def test_the_flags_that_may_change_when_resuming_change_no_numbers(name, monkeypatch):
-    """The length is compared as total_steps, and of a model_split with BatchNorm the size of its micro-batches."""
-    script = importlib.import_module(f"scripts.{name}")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    assert set(script.parse_args().may_change) == CHANGEABLE[name]
-
-
 def test_of_the_run_flags_those_that_decide_numbers_must_be_the_same_when_resuming():
     parser = ArgumentParser()
     parser.add_run_flags(log_every=10)

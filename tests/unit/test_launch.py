@@ -13,13 +13,10 @@ import accelerate.scheduler
 import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from fakes import OwnTracker, fake_accelerator
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from utils import banner, launch, trackers
 from utils.accelerator import TrainingAccelerator
-from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
 from utils.launched import resume_command, share_of_cores
 
@@ -53,20 +50,6 @@ def handler(handed, kind):
     return found
 
 
-def test_accelerate_asks_only_once_whether_lomo_is_installed(monkeypatch):
-    """In each step otherwise, and it searches the disk."""
-    asked = []
-    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: bool(asked.append(None)))
-    accelerator = make_accelerator(run_flags(), cpu_threads=1)
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = accelerator.prepare(torch.optim.SGD([parameter], 0.1))
-    for _ in range(3):
-        parameter.grad = torch.ones(2)
-        optimizer.step()
-    assert parameter.tolist() == pytest.approx([0.7, 0.7])
-    assert len(asked) == 1
-
-
 def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     """Without it, --resume would start from nothing in another folder."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
@@ -87,15 +70,6 @@ def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):
     assert args.output_dir.startswith("runs/own-")
     assert torch.initial_seed() == 0
     assert not hasattr(args, "resume")
-
-
-def test_the_timeout_reaches_the_process_group(handed_over):
-    """Accelerate drops one that equals its own default of 600 s; gloo then waits for 30 minutes."""
-    parser = ArgumentParser()
-    parser.add_run_flags()
-    handed = handed_over(parser.parse_args(["--output_dir", "x"]))
-    timeout = handler(handed, InitProcessGroupKwargs).to_kwargs()["timeout"]
-    assert timeout.total_seconds() == pytest.approx(600, abs=0.1)
 
 
 def test_more_processes_than_gpus_stop_the_run_before_nccl_starts(monkeypatch, capsys):
@@ -143,28 +117,6 @@ def test_deterministic_algorithms_are_set_before_nccl_and_cublas_start(monkeypat
     assert found == [bool(flags)] * 4
 
 
-def test_a_run_that_fails_on_gpus_ends_its_process_groups_without_waiting(monkeypatch):
-    """NCCL otherwise prints a warning below the error message, also after abort() alone."""
-    calls, registered = [], []
-
-    class Group:
-        def shutdown(self):
-            calls.append(self)
-
-    world = [Group(), Group()]
-    monkeypatch.setattr(launch, "TrainingAccelerator", lambda **options: fake_accelerator(device="cuda"))
-    monkeypatch.setattr(launch.atexit, "register", registered.append)
-    monkeypatch.setattr(launch, "check_topology", lambda accelerator: launch.stop("wrong"))
-    with pytest.raises(SystemExit):
-        make_accelerator(run_flags())
-    assert registered[-1] == launch.abort_process_group
-    launch.abort_process_group()  # there is no group, as after a run that succeeded
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=world))
-    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
-    launch.abort_process_group()
-    assert calls == ["abort", *world]
-
-
 def test_the_users_own_handlers_replace_the_defaults(handed_over):
     handed = handed_over(run_flags(), find_unused_parameters=True)
     ddp = handler(handed, DistributedDataParallelKwargs)
@@ -173,7 +125,8 @@ def test_the_users_own_handlers_replace_the_defaults(handed_over):
     own = DistributedDataParallelKwargs(static_graph=True)
     handed = handed_over(run_flags(), kwargs_handlers=[own])
     assert handler(handed, DistributedDataParallelKwargs) is own
-    assert handler(handed, InitProcessGroupKwargs).timeout.total_seconds() == pytest.approx(600, abs=0.01)
+    timeout = handler(handed, InitProcessGroupKwargs).to_kwargs()["timeout"]
+    assert timeout.total_seconds() == pytest.approx(600, abs=0.1)  # Accelerate drops 600.0, its own default
     own = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=7))
     assert handler(handed_over(run_flags(), kwargs_handlers=[own]), InitProcessGroupKwargs) is own
 
@@ -216,22 +169,12 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
     assert list(again) == [f"SHA-256 of {name}" for name in files]
 
 
-def test_a_tracker_of_the_users_own_logs_beside_the_flags(handed_over):
-    notes = OwnTracker()
-    handed = handed_over(run_flags(log_with="all"), log_with=notes)
-    assert handed["log_with"] == ["all", notes]
-    handed = handed_over(run_flags(log_with=None), log_with=[notes])
-    assert handed["log_with"] == [notes]
-    assert handed_over(run_flags(log_with=None))["log_with"] is None
-
-
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
     """Accelerate leaves one out that is not installed, and says so at log level debug only."""
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
     with pytest.raises(SystemExit):
         make_accelerator(run_flags(log_with="wandb"))
-    sentence = "error: --log_with wandb needs a package that is not installed: pip install wandb\n"
-    assert capsys.readouterr().err == sentence
+    assert "pip install wandb" in capsys.readouterr().err
 
 
 def test_virtual_processes_and_accumulation_steps_are_two_numbers_for_one_thing(capsys):

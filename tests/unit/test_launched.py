@@ -36,8 +36,6 @@ def asked(monkeypatch):
         ({"DP_SHARD": 4}, 2, ""),
         ({"DP_REPLICATE": 4}, 4, "4 replicas of 1 shard: use ddp.yaml"),
         ({"DP_SHARD": 2, "TP": 2}, 4, "tp_size 2 shares samples between processes"),
-        ({"DP_SHARD": 2, "CP": 2}, 4, "cp_size 2 shares samples between processes"),
-        ({"DP_SHARD": 2, "SP": 2}, 4, "sp_size 2 shares samples between processes"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, capsys, sizes, machine, sentence):
@@ -213,31 +211,6 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     assert "25 steps = 2.5 epochs of 10\n" in said
     assert "dataset a\\x1b[31m, train samples 1003\n" in said  # and not in red
     assert "runs/a\n" in said
-    parts = SimpleNamespace(batch="4 micro-batches", notes={"copies": 2})
-    assert banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {}, 64, parts) == runs | {
-        "copies": 2
-    }
-    assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
-
-
-def test_of_two_backends_named_nccl_the_one_that_runs_is_recorded(monkeypatch):
-    """TORCH_DIST_USE_NCCL2=0 selects the older one, and advice in the web is about that one."""
-
-    class ProcessGroupNCCL2:
-        pass
-
-    group = SimpleNamespace(_get_backend=lambda device: ProcessGroupNCCL2())
-    monkeypatch.setattr(banner, "distributed", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    monkeypatch.setattr(banner, "gather_object", lambda mine: mine)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
-    for device, backend, recorded in (
-        ("cuda", "nccl", "nccl by ProcessGroupNCCL2"),
-        ("cuda", None, None),
-        ("cpu", "gloo", "gloo"),
-    ):
-        state = SimpleNamespace(backend=backend)
-        accelerator = fake_accelerator(2, device=device, kind="MULTI_GPU", state=state, local_process_index=0)
-        assert banner.describe_topology(accelerator)["backend"] == recorded
 
 
 def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):

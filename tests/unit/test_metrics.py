@@ -146,14 +146,6 @@ def test_a_long_test_keeps_a_few_numbers_per_micro_batch(accelerator):
     assert stats.reduce() == {"loss": pytest.approx(0.4995, rel=1e-7), "hit": 1, "samples": 1_000_000}
 
 
-def test_test_sets_that_are_cut_differently_are_added_to_one_metric(accelerator):
-    stats = Metrics(accelerator, test_after=0)
-    for size in (10, 3, 1):
-        for part in torch.arange(20.0).split(size):
-            stats.add(batch_of(part), error=part, square=part.square())
-    assert stats.reduce() == {"error": 9.5, "square": 123.5, "samples": 60}
-
-
 def test_integers_beyond_float32_are_exact(accelerator):
     stats = Metrics(accelerator)
     stats.add(batch_of([0, 1]), tokens=torch.tensor([2**40 + 1, 2**40 + 3]), loss=torch.ones(2))
@@ -217,13 +209,6 @@ def test_what_has_no_weight_does_not_count_even_if_it_is_nan(accelerator):
     stats.add(batch_of([0, 1], torch.tensor([1, 3])), loss=torch.tensor(2.0), hit=torch.tensor([True, False]))
     stats.add(batch_of([2], torch.tensor([0])), loss=torch.tensor(torch.nan), hit=torch.tensor([True]))
     assert stats.reduce() == {"loss": 2.0, "hit": 2 / 3, "samples": 3}
-
-
-def test_values_are_kept_without_their_graph(accelerator):
-    stats = Metrics(accelerator)
-    losses = torch.ones(2, requires_grad=True) * 2
-    stats.add(batch_of([0, 1]), loss=losses)
-    assert not stats.rows[0][0].requires_grad
 
 
 def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch):

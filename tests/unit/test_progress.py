@@ -1,8 +1,5 @@
 """What a run shows while it runs, and how it measures time."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -61,26 +58,6 @@ def test_waiting_for_data_and_speed_are_measured_since_the_last_line(clock):
 
 
 # --- peak memory ------------------------------------------------------------------------------
-
-
-def reset_peak() -> None:
-    """Restart the measurement of this process's peak resident set size; see man 5 proc."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset under Linux only")
-def test_the_peak_rises_with_an_allocation_stays_and_is_reset():
-    device = torch.device("cpu")
-    reset_peak()
-    before = own_peak_memory_gib(device)
-    big = torch.ones(2**26)  # 0.25 GiB
-    high = own_peak_memory_gib(device)
-    assert 0.2 < high - before < 0.3
-    del big
-    # The kernel counts on each core for itself and sums up now and then.
-    assert own_peak_memory_gib(device) == pytest.approx(high, abs=0.01)
-    reset_peak()
-    assert own_peak_memory_gib(device) < before + 0.1
 
 
 def test_the_peak_of_several_processes_is_the_largest(monkeypatch):

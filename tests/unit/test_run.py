@@ -36,50 +36,91 @@ def data(length, seed=0):
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-class Regression:
-    """A script of a user's: 4 steps an epoch, test metrics as the test says."""
+class Script:
+    """A user's script, with 4 steps per epoch. What a test changes:
 
-    def __init__(self, results=None, epochs=6, stop_at=None):
-        self.results = results or {}
-        self.epochs = epochs
-        self.stop_at = stop_at  # (step, "step" or "test"): a signal there
+    Args:
+        results: by step, what the test finds beside loss and bias.
+        stop_at: (step, "step" or "test"): a signal there.
+        leave_at: a `break` after so many micro-batches.
+        accumulates: whether it says `accelerator.accumulate`.
+        logs: whether it says `run.log_train`.
+        rates: one Adam, or with two of them an SGD each for the weight and the bias of a single layer.
+        gradient_scale: of the weight; the gradients are clipped.
+    """
+
+    epochs, has_test, results, stop_at, leave_at, accumulates, logs = 6, True, {}, None, None, True, True
+    rates, gradient_scale = (0.01,), None
+
+    def __init__(self, **changes):
+        vars(self).update(changes)
+
+    def begin(self, args, **options):
+        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+        self.run = Run(accelerator, args)
+        return accelerator, self.run, GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+
+    def build(self, accelerator):
+        if len(self.rates) == 1:
+            model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+            optimizers = [torch.optim.Adam(model.parameters(), self.rates[0], fused=True)]
+        else:
+            model = nn.Linear(3, 1)
+            optimizers = [
+                torch.optim.SGD([each], rate) for each, rate in zip(model.parameters(), self.rates, strict=True)
+            ]
+        if self.gradient_scale:
+            model[0].weight.register_hook(lambda gradient: gradient * self.gradient_scale)
+        return accelerator.prepare(model, *optimizers)
 
     def __call__(self, args, **options):
-        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
-        self.run = run = Run(accelerator, args)
-        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
-        test_loader = GlobalLoader(data(7, seed=1), 3, accelerator)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run.start(train_loader, test_loader, self.epochs * 4, checkpoint={"model": model, "optimizer": optimizer})
+        accelerator, run, train_loader = self.begin(args, **options)
+        test_loader = GlobalLoader(data(7, seed=1), 3, accelerator) if self.has_test else None
+        model, *optimizers = self.build(accelerator)
+        named = dict(zip(("optimizer", "bias_optimizer"), optimizers, strict=False))
+        run.start(train_loader, test_loader, self.epochs * 4, checkpoint={"model": model, **named})
+        taken = 0
         for epoch in run.epochs():
             model.train()
             for batch in run.batches(train_loader, epoch):
                 inputs, targets = batch.data
-                with accelerator.accumulate(model):
+                with accelerator.accumulate(model) if self.accumulates else contextlib.nullcontext():
                     losses = (model(inputs) - targets).square().squeeze(1)
                     accelerator.backward(batch.mean_loss(losses))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                run.log_train(batch, loss=losses)
+                    if self.gradient_scale:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if self.logs:
+                    run.log_train(batch, loss=losses)
                 self.stop_if(run.step + 1, "step")
-            model.eval()
-            metrics = run.new_metrics()
-            for batch in run.test_batches(test_loader):
-                inputs, targets = batch.data
-                with torch.no_grad():
-                    error = (model(inputs) - targets).squeeze(1)
-                metrics.add(batch, loss=error.square(), bias=-error.abs())
-                self.stop_if(run.step, "test")
-            result = metrics.reduce()
-            run.log_test({**result, **self.results.get(run.step, {})})
+                taken += 1
+                if taken == self.leave_at:
+                    break
+            if self.has_test:
+                self.test(model, test_loader)
+        run.summary["parameters"] = 4
         run.finish()
+
+    def test(self, model, test_loader):
+        model.eval()
+        metrics = self.run.new_metrics()
+        for batch in self.run.test_batches(test_loader):
+            inputs, targets = batch.data
+            with torch.no_grad():
+                error = (model(inputs) - targets).squeeze(1)
+            metrics.add(batch, loss=error.square(), bias=-error.abs())
+            self.stop_if(self.run.step, "test")
+        self.run.log_test({**metrics.reduce(), **self.results.get(self.run.step, {})})
 
     def stop_if(self, *place):
         if self.stop_at == place:
             self.run.stop_signal.received = 15
             self.stop_at = None
+
+
+Small = functools.partial(Script, epochs=1, has_test=False, logs=False)
 
 
 @pytest.fixture
@@ -110,8 +151,8 @@ RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, sco
 
 
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
-    assert start(Regression(RESULTS, epochs=5), save_best="max:score") is None
-    assert start(Regression(RESULTS, epochs=2), "short") is None
+    assert start(Script(results=RESULTS, epochs=5), save_best="max:score") is None
+    assert start(Script(results=RESULTS, epochs=2), "short") is None
     run = tmp_path / "run"
     best = weights(run, "model_best")
     last = weights(run)
@@ -125,14 +166,14 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
 
 
 def test_a_run_whose_patience_ends_in_its_last_test_did_not_stop_early(start, tmp_path):
-    assert start(Regression(RESULTS, epochs=5), save_best="max:score", patience=3) is None
+    assert start(Script(results=RESULTS, epochs=5), save_best="max:score", patience=3) is None
     found = summary(tmp_path / "run")
     assert (found["step"], found["stopped_early"]) == (20, False)
 
 
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
     flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
-    assert start(Regression(RESULTS), **flags) is None
+    assert start(Script(results=RESULTS), **flags) is None
     assert "stopped early: 3 tests in a row without a better score" in capsys.readouterr().out
     found = summary(tmp_path / "run")
     assert (found["step"], found["stopped_early"], found["best_step"]) == (20, True, 8)
@@ -140,7 +181,7 @@ def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsy
     tests = [(line["step"], line["epoch"]) for line in lines(tmp_path / "run", "test")]
     assert tests == [(4, 1), (8, 2), (12, 3), (16, 4), (20, 5)]
     # Resumed, it knows that it is complete: its last step was saved, whatever --checkpoint_every says.
-    assert start(Regression(RESULTS), **flags, resume=True) is None
+    assert start(Script(results=RESULTS), **flags, resume=True) is None
     assert "the run stopped early, after 20 steps: nothing to do" in capsys.readouterr().out
 
 
@@ -151,9 +192,9 @@ def test_resumed_in_the_middle_it_keeps_the_same_best_and_stops_at_the_same_step
     start, tmp_path, stop_at, checkpoint_every
 ):
     flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": checkpoint_every}
-    assert start(Regression(RESULTS), "whole", **flags) is None
-    assert start(Regression(RESULTS, stop_at=stop_at), **flags) == EXIT_REQUEUE
-    assert start(Regression(RESULTS), resume=True, **flags) is None
+    assert start(Script(results=RESULTS), "whole", **flags) is None
+    assert start(Script(results=RESULTS, stop_at=stop_at), **flags) == EXIT_REQUEUE
+    assert start(Script(results=RESULTS), resume=True, **flags) is None
     whole, run = tmp_path / "whole", tmp_path / "run"
     for name in ("model.safetensors", "model_best.safetensors"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
@@ -166,38 +207,32 @@ def test_resumed_in_the_middle_it_keeps_the_same_best_and_stops_at_the_same_step
 
 def test_killed_between_the_last_test_and_the_end_nothing_counts_twice(start, tmp_path, monkeypatch):
     flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
-    assert start(Regression(RESULTS), "whole", **flags) is None
+    assert start(Script(results=RESULTS), "whole", **flags) is None
     with monkeypatch.context() as patch:
         patch.setattr(Run, "finish", lambda run: (run.checkpoints.wait(), sys.exit(9)))
-        assert start(Regression(RESULTS), **flags) == 9
-    assert start(Regression(RESULTS), resume=True, **flags) is None
+        assert start(Script(results=RESULTS), **flags) == 9
+    assert start(Script(results=RESULTS), resume=True, **flags) is None
     for split in ("train", "test"):
         assert lines(tmp_path / "run", split) == lines(tmp_path / "whole", split)
     assert summary(tmp_path / "run")["step"] == 20
 
 
-def test_another_metric_to_keep_is_refused_on_a_resume(start, capsys):
-    assert start(Regression(stop_at=(6, "step")), save_best="loss") == EXIT_REQUEUE
-    assert start(Regression(), save_best="max:bias", resume=True) == 2
-    assert "save_best was 'loss' and is 'max:bias'" in capsys.readouterr().err
-
-
 def test_a_flag_of_the_script_must_be_the_same_when_resuming_unless_it_may_change(start, capsys):
-    assert start(Regression(stop_at=(6, "step")), noise=0.1, prompt="a", may_change=["prompt"]) == EXIT_REQUEUE
-    assert start(Regression(), resume=True, noise=0.2, prompt="b", may_change=["prompt"]) == 2
+    assert start(Script(stop_at=(6, "step")), noise=0.1, prompt="a", may_change=["prompt"]) == EXIT_REQUEUE
+    assert start(Script(), resume=True, noise=0.2, prompt="b", may_change=["prompt"]) == 2
     assert "with different arguments: noise was 0.1 and is 0.2\n" in capsys.readouterr().err
     options = {"noise": 0.1, "prompt": "b", "may_change": ["prompt"], "log_every": 3, "num_workers": 1}
-    assert start(Regression(), resume=True, **options) is None
+    assert start(Script(), resume=True, **options) is None
 
 
 def test_an_unknown_metric_is_named_beside_those_of_the_test(start, capsys):
-    assert start(Regression(), save_best="max:recall") == 2
+    assert start(Script(), save_best="max:recall") == 2
     assert "--save_best recall needs the metric recall, but the test has loss, bias" in capsys.readouterr().err
 
 
 def test_regression_metrics_may_be_negative(start, tmp_path):
     """bias is never positive, and more of it is better."""
-    assert start(Regression(epochs=3), save_best="max:bias") is None
+    assert start(Script(epochs=3), save_best="max:bias") is None
     tests = lines(tmp_path / "run", "test")
     best = max(tests, key=lambda line: line["bias"])
     assert best["bias"] < 0
@@ -208,10 +243,10 @@ def test_regression_metrics_may_be_negative(start, tmp_path):
 
 def test_a_metric_that_begins_with_nan_can_still_be_best(start, tmp_path):
     results = {4: {"score": math.nan}, 8: {"score": 0.5}, 12: {"score": math.nan}}
-    assert start(Regression(results, epochs=3), save_best="max:score") is None
+    assert start(Script(results=results, epochs=3), save_best="max:score") is None
     assert summary(tmp_path / "run")["best_step"] == 8
     results = {step: {"score": math.nan} for step in (4, 8, 12)}
-    assert start(Regression(results, epochs=3), "nan", save_best="max:score", patience=2) is None
+    assert start(Script(results=results, epochs=3), "nan", save_best="max:score", patience=2) is None
     assert summary(tmp_path / "nan")["step"] == 8
 
 
@@ -234,17 +269,9 @@ def test_which_is_better(metric, expected):
 def test_a_metric_that_does_not_say_which_value_is_best_is_refused_before_there_is_a_folder(
     start, tmp_path, capsys, metric
 ):
-    assert start(Regression(), save_best=metric, patience=1) == 2
+    assert start(Script(), save_best=metric, patience=1) == 2
     assert f"min:{metric} or max:{metric}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_the_direction_decides_and_is_shown(start, tmp_path, capsys):
-    results = {4: {"ppl": 9.0, "fid": 1.0}, 8: {"ppl": 3.0, "fid": 2.0}, 12: {"ppl": 5.0, "fid": 3.0}}
-    assert start(Regression(results, epochs=3), save_best="min:ppl") is None
-    assert "minimum of the test ppl" in capsys.readouterr().out
-    found = summary(tmp_path / "run")
-    assert (found["best_ppl"], found["best_step"]) == (3.0, 8)
 
 
 def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch):
@@ -252,7 +279,7 @@ def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch
     scores = iter([0.5, 0.50000002, 0.4, 0.3])
     monkeypatch.setattr("utils.run.same_result", lambda mine: {**mine, "score": next(scores)})
     own = {step: {"score": score} for step, score in ((4, 0.5), (8, 0.5), (12, 0.4), (16, 0.3))}
-    assert start(Regression(own), save_best="max:score", patience=2) is None
+    assert start(Script(results=own), save_best="max:score", patience=2) is None
     found = summary(tmp_path / "run")
     assert (found["step"], found["best_step"], found["best_score"]) == (16, 8, 0.50000002)
 
@@ -266,48 +293,6 @@ def test_what_a_checkpoint_gets_of_the_best_results_is_not_changed_by_later_ones
 
 
 # --- the smallest runs ------------------------------------------------------------------------
-
-
-class Small:
-    """No metrics, no test, no schedule; two optimizers, if asked for."""
-
-    def __init__(self, optimizers=1, accumulate=True, leave_at=None, counted=False):
-        self.optimizers = optimizers
-        self.accumulate = accumulate
-        self.leave_at = leave_at
-        self.counted = counted
-        self.taken = 0
-
-    def __call__(self, args, **options):
-        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
-        self.run = run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
-        model = nn.Linear(3, 1)
-        made = [torch.optim.SGD([parameter], 0.01 * (place + 1)) for place, parameter in enumerate(model.parameters())][
-            : self.optimizers
-        ]
-        state = {}
-        if self.optimizers:
-            model, *made = accelerator.prepare(model, *made)
-            names = ["optimizer", "bias_optimizer"]
-            state = {"model": model, **dict(zip(names, made, strict=False))}
-        run.start(loader, None, 4, checkpoint=state)
-        for epoch in run.epochs():
-            for batch in run.batches(loader, epoch):
-                inputs, targets = batch.data
-                with accelerator.accumulate(model) if self.accumulate else contextlib.nullcontext():
-                    losses = (model(inputs) - targets).square().squeeze(1)
-                    accelerator.backward(batch.mean_loss(losses))
-                    for optimizer in made:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                if self.counted:
-                    run.log_train(batch, loss=losses)
-                self.taken += 1
-                if self.taken == self.leave_at:
-                    break
-        run.summary["parameters"] = 4
-        run.finish()
 
 
 def test_a_run_without_metrics_and_without_a_test(start, tmp_path, capsys):
@@ -324,41 +309,14 @@ def test_a_logged_loss_that_is_not_finite_gets_into_no_checkpoint(start, tmp_pat
     monkeypatch.setattr(
         Run, "log_train", lambda run, batch, loss: log_train(run, batch, loss=loss, x_loss=loss * math.nan)
     )
-    assert start(Small(counted=True), log_every=4, checkpoint_every=1) == 2
+    assert start(Small(logs=True), log_every=4, checkpoint_every=1) == 2
     assert "the x_loss is not finite in step 1" in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
-def scripted(gradient_scale=1.0, stops=False, order=None):
-    """A script of four steps of a fused AdamW on a list of items, with clipping."""
-
-    def script(args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        run = Run(accelerator, args)
-        items = [(torch.full((3,), number / 40), torch.ones(1)) for number in range(40)]
-        loader = GlobalLoader(items, 10, accelerator, seed=args.seed, order=order)
-        model = nn.Linear(3, 1)
-        model.weight.register_hook(lambda gradient: gradient * gradient_scale)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1, fused=True))
-        run.start(loader, None, 4, checkpoint={"model": model, "optimizer": optimizer})
-        for epoch in run.epochs():
-            for batch in run.batches(loader, epoch):
-                inputs, targets = batch.data
-                losses = (model(inputs) - targets).square().squeeze(1)
-                accelerator.backward(batch.mean_loss(losses))
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                run.log_train(batch, loss=losses)
-                run.stop_signal.received = 15 if stops else None
-        run.finish()
-
-    return script
-
-
 def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, tmp_path, capsys):
     """The losses are finite: a fused step leaves the weights as they are."""
-    assert start(scripted(gradient_scale=math.inf)) == 2
+    assert start(Small(gradient_scale=math.inf, logs=True)) == 2
     assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
     assert lines(tmp_path / "run", "train") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -366,7 +324,7 @@ def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, t
 
 def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys):
     """A fused step whose gradients are not finite leaves the weights as they are: a resume goes on before it."""
-    assert start(scripted(gradient_scale=math.inf), log_every=4, checkpoint_every=2) == 2
+    assert start(Small(gradient_scale=math.inf, logs=True), log_every=4, checkpoint_every=2) == 2
     for thread in threading.enumerate():
         if thread.name == "checkpoint":  # the end of a process waits for it
             thread.join()
@@ -397,11 +355,11 @@ def test_a_run_that_ends_before_its_last_step_says_so(start, tmp_path, capsys, l
 
 
 def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
-    assert start(scripted(stops=True)) == EXIT_REQUEUE
-    assert start(scripted()) == 2  # the folder holds a run
+    assert start(Small(stop_at=(1, "step"))) == EXIT_REQUEUE
+    assert start(Small()) == 2  # the folder holds a run
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert start(scripted()) is None
+    assert start(Small()) is None
 
 
 def test_the_watchdog_counts_the_micro_batches_of_training_and_tests_and_nothing_after_the_run(start, monkeypatch):
@@ -412,116 +370,86 @@ def test_the_watchdog_counts_the_micro_batches_of_training_and_tests_and_nothing
         counted.append(run.accelerator.micro_batches)
 
     monkeypatch.setattr(Run, "_seed_model", count)
-    script = Regression(epochs=2)
+    script = Script(epochs=2)
     assert start(script) is None
     assert counted == [*range(1, 2 * (4 + 3) + 1)]  # 4 steps and 3 batches of the test per epoch
     assert script.run.accelerator.micro_batches == 0
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
-    assert start(Small(optimizers=2, counted=True)) is None
+    assert start(Small(rates=(0.01, 0.02), logs=True)) is None
     for line in lines(tmp_path / "run", "train"):
         assert (line["optimizer_lr"], line["bias_optimizer_lr"]) == (0.01, 0.02)
         assert "lr" not in line
-    assert start(Small(), "one") is None
+    assert start(Small(logs=True), "one") is None
     assert lines(tmp_path / "one", "train")[0]["lr"] == 0.01
 
 
-class DrawingInTheLoop:
-    """A loop that draws numbers, in training and in the test, and that drew others before.
+class Drawing(Script):
+    """Draws at the start of each epoch, in its micro-batches, in its test and after it; a normal number, too, which is
+    drawn in pairs.
 
     Args:
-        before: how many numbers it draws at the end of each micro-batch, for the next ones to differ.
+        before: how many numbers it draws after each of these, for the next ones to differ.
         in_steps: the loop takes all micro-batches of a step at once.
     """
 
-    def __init__(self, before, in_steps=False):
-        self.before, self.in_steps, self.drawn = before, in_steps, []
+    before, in_steps = 0, False
 
-    def draw(self):
-        self.drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+    def draw(self, *place):
+        on_gpus = [torch.rand((), generator=generator).item() for generator in self.run.devices]
+        self.drawn[place] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn(), *on_gpus
         for _ in range(self.before):
             torch.rand(()), random.random(), np.random.random()
 
     def __call__(self, args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        self.run = run = Run(accelerator, args)
-        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        self.drawn = {}
+        accelerator, run, train_loader = self.begin(args)
         test_loader = GlobalLoader(data(7), 3, accelerator)
-        run.start(train_loader, test_loader, 8, checkpoint={})
+        run.start(
+            train_loader, test_loader, self.epochs * 4, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))}
+        )
         for epoch in run.epochs():
+            self.draw("start", epoch)
             steps = run.steps(train_loader, epoch) if self.in_steps else zip(run.batches(train_loader, epoch))
             for batches in steps:
-                for _ in batches:
+                for batch in batches:
                     with accelerator.accumulate(nn.Identity()):
-                        self.draw()
-            for _ in run.test_batches(test_loader):
-                self.draw()
-            self.draw()  # after the test
+                        self.draw("step", run.step, batch.micro_step)
+                    self.stop_if(run.step + 1, "step")
+            for number, _ in enumerate(run.test_batches(test_loader)):
+                self.draw("test", epoch, number)
+            self.draw("end", epoch)
             run.log_test({})
         run.finish()
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [({}, 16), ({"gradient_accumulation_steps": 2}, 24), ({"virtual_processes": 3}, 44)]
+    ("flags", "expected"), [({}, 18), ({"gradient_accumulation_steps": 2}, 26), ({"virtual_processes": 3}, 46)]
 )
 def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(start, flags, expected):
-    first, second, steps = DrawingInTheLoop(0), DrawingInTheLoop(3), DrawingInTheLoop(3, in_steps=True)
+    first, second, steps = (Drawing(epochs=2, **each) for each in ({}, {"before": 3}, {"before": 3, "in_steps": True}))
     assert start(first, "first", **flags) is start(second, "second", **flags) is start(steps, "steps", **flags) is None
     assert first.drawn == second.drawn == steps.drawn
-    # 4 steps, 3 batches of a test and its end in each of 2 epochs; each micro-batch draws numbers of its own.
-    assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [expected] * 3
-
-
-def test_a_run_without_a_schedule_is_made_longer_but_not_shorter_than_it_is(start, tmp_path, capsys):
-    assert start(Regression(epochs=1)) is None
-    assert start(Regression(epochs=2, stop_at=(7, "step")), resume=True) == EXIT_REQUEUE
-    assert start(Regression(epochs=1), resume=True) == 2
-    assert "total_steps was 8 and is 4" in capsys.readouterr().err
-    assert start(Regression(epochs=3), resume=True) is None
-    assert summary(tmp_path / "run")["step"] == 12
-
-
-class Drawing:
-    """Draws at the start of each epoch, in its batches and after them; a normal number too, which is drawn in pairs."""
-
-    def __init__(self, in_steps=False, stop_after=None):
-        self.in_steps, self.stop_after = in_steps, stop_after
-        self.drawn = {}
-
-    def draw(self):
-        on_gpus = [torch.rand((), generator=generator).item() for generator in self.run.devices]
-        return torch.rand(()).item(), random.gauss(0, 1), np.random.randn(), *on_gpus
-
-    def __call__(self, args, **options):
-        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
-        self.run = run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
-        run.start(loader, None, 12, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
-        for epoch in run.epochs():
-            self.drawn["start", epoch] = self.draw()
-            for _ in (run.steps if self.in_steps else run.batches)(loader, epoch):
-                self.drawn["step", run.step] = self.draw()
-                if run.step + 1 == self.stop_after:
-                    run.stop_signal.received = 15
-            self.drawn["end", epoch] = self.draw()
-        run.finish()
+    # Start, 4 steps, 3 batches of a test and end of each of 2 epochs; each micro-batch draws numbers of its own.
+    assert [len(set(numbers)) for numbers in zip(*first.drawn.values(), strict=True)] == [expected] * 3
 
 
 @pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (2, True)])
 def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, in_steps):
     gpus = [torch.Generator(), torch.Generator()]
     monkeypatch.setattr("utils.run.device_generators", lambda accelerator: gpus)
-    whole, resumed = Drawing(in_steps), Drawing(in_steps)
+    whole, stopped, resumed = (Drawing(epochs=3, in_steps=in_steps) for _ in range(3))
     assert start(whole, "whole") is None
-    assert start(Drawing(in_steps, step)) == EXIT_REQUEUE
+    stopped.stop_at = step, "step"
+    assert start(stopped) == EXIT_REQUEUE
     for generator in (torch.default_generator, *gpus):
         generator.manual_seed(1)
     assert start(resumed, resume=True) is None
     assert resumed.run.step == 12
     assert resumed.drawn == {place: whole.drawn[place] for place in resumed.drawn}
     assert len(resumed.drawn) >= 2
-    assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6 + 12] * 5
+    assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [12 + 3 * 5] * 5
 
 
 # --- mistakes of a loop -----------------------------------------------------------------------
@@ -530,14 +458,12 @@ def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, 
 @pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
-        start(Small(accumulate=False), gradient_accumulation_steps=accumulation)
+        start(Small(accumulates=False), gradient_accumulation_steps=accumulation)
 
 
 def test_accumulate_once_per_step_instead_of_once_per_micro_batch_is_an_error(start):
     def main(args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        accelerator, run, loader = Script().begin(args)
         run.start(loader, None, 4, checkpoint={})
         for _ in run.steps(loader, epoch=0):
             with accelerator.accumulate(nn.Identity()):
@@ -548,10 +474,10 @@ def test_accumulate_once_per_step_instead_of_once_per_micro_batch_is_an_error(st
 
 
 def test_without_accumulation_steps_accumulate_may_be_left_out(start):
-    assert start(Small(accumulate=False)) is None
+    assert start(Small(accumulates=False)) is None
 
 
-class EvaluatedSeveralTimes:
+class EvaluatedSeveralTimes(Script):
     """L-BFGS, whose closure computes one micro-batch."""
 
     def closure(self, accelerator, model, optimizer, batch):
@@ -561,9 +487,7 @@ class EvaluatedSeveralTimes:
         return loss
 
     def __call__(self, args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        self.run = run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), 36, accelerator, seed=args.seed)
+        accelerator, run, loader = self.begin(args)
         model = nn.Linear(3, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
         run.start(loader, None, 1, checkpoint={"model": model, "optimizer": optimizer})
@@ -576,8 +500,8 @@ class EvaluatedSeveralTimes:
 
 def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(start, capsys):
     """Accelerate calls its closure for the last micro-batch of a step only, which would train on that one alone."""
-    assert start(EvaluatedSeveralTimes()) is None
-    assert start(EvaluatedSeveralTimes(), folder="other", gradient_accumulation_steps=2) == 2
+    assert start(EvaluatedSeveralTimes(), batch_size=36) is None
+    assert start(EvaluatedSeveralTimes(), "other", batch_size=36, gradient_accumulation_steps=2) == 2
     assert "some micro-batches of a step had accelerator.backward, and one had none" in capsys.readouterr().err
 
 
@@ -586,11 +510,11 @@ def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monke
     """Dropout and BatchNorm depend on the micro-batches of a step, and all numbers on the code."""
     code = {"train.py": "a", "utils/loader.py": "b", "utils/old.py": "c"}
     monkeypatch.setattr("utils.run.code_digests", lambda: code)
-    assert start(Regression(stop_at=(6, "step")), gradient_accumulation_steps=before) == EXIT_REQUEUE
+    assert start(Script(stop_at=(6, "step")), gradient_accumulation_steps=before) == EXIT_REQUEUE
     assert "warning" not in capsys.readouterr().out
     if now != before:
         code = {"train.py": "d", "utils/loader.py": "b", "utils/new.py": "e"}
-    assert start(Regression(), resume=True, gradient_accumulation_steps=now) is None
+    assert start(Script(), resume=True, gradient_accumulation_steps=now) is None
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     if now == before:
         assert warnings == []
@@ -612,39 +536,33 @@ def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path
 def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train, test, said):
     """The ends are the same, and the steps of an epoch are as many as before."""
 
-    def script(train, test, stops):
-        def main(args):
+    class Changed(Script):
+        def __call__(self, args):
             accelerator = launch.make_accelerator(args, cpu_threads=1)
-            run = Run(accelerator, args)
+            self.run = run = Run(accelerator, args)
             items = [float(number) for number in range(48)]
             loaders = [
                 GlobalLoader(items[: count - 1] + items[-1:], 10, accelerator, seed=seed)
-                for count, seed in ((train, args.seed), (test, None))
+                for count, seed in ((self.train, args.seed), (self.test, None))
             ]
             run.start(*loaders, 5, checkpoint={"model": accelerator.prepare(nn.Linear(1, 1))})
             for epoch in run.epochs():
                 for _ in run.batches(loaders[0], epoch):
-                    run.stop_signal.received = 15 if stops else None
+                    self.stop_if(run.step + 1, "step")
             run.finish()
 
-        return main
-
-    assert start(script(48, 48, stops=True)) == EXIT_REQUEUE
-    assert start(script(train, test, stops=False), resume=True) == 2
+    assert start(Changed(train=48, test=48, stop_at=(1, "step"))) == EXIT_REQUEUE
+    assert start(Changed(train=train, test=test), resume=True) == 2
     assert said in capsys.readouterr().err
 
 
-class TwoLoaders:
+class TwoLoaders(Script):
     """Reads a second loader in each step."""
 
-    def __init__(self, count=50, batch_size=20, late=False, stop_after=None, order=torch.randperm):
-        self.count, self.batch_size, self.late, self.stop_after = count, batch_size, late, stop_after
-        self.order = order
+    count, batch_size, late, order = 50, 20, False, staticmethod(torch.randperm)
 
     def __call__(self, args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        self.run = run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        accelerator, run, loader = self.begin(args)
         options = {"seed": args.seed, "name": "other", "order": lambda epoch: self.order(self.count)}
         if not self.late:
             other = GlobalLoader(data(self.count), self.batch_size, accelerator, **options)
@@ -656,8 +574,7 @@ class TwoLoaders:
         for epoch in run.epochs():
             for _ in run.batches(loader, epoch):
                 self.read[run.step] = next(others).indices.tolist()
-                if run.step + 1 == self.stop_after:
-                    run.stop_signal.received = 15
+                self.stop_if(run.step + 1, "step")
         run.finish()
 
 
@@ -672,7 +589,7 @@ class TwoLoaders:
     ],
 )
 def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
-    whole, first, resumed = TwoLoaders(), TwoLoaders(stop_after=2), TwoLoaders(**changed)
+    whole, first, resumed = TwoLoaders(), TwoLoaders(stop_at=(2, "step")), TwoLoaders(**changed)
     assert start(first) == EXIT_REQUEUE
     options = {"folder": "late"} if resumed.late else {"resume": True}
     assert start(resumed, **options) == (2 if said else None)
@@ -686,12 +603,12 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
 # --- numbers of steps, and complete runs ------------------------------------------------------
 
 
-class Normalised:
+class Normalised(Script):
     """A model with BatchNorm, of which this process computes every second micro-batch."""
 
     def __call__(self, args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        self.run = run = Run(accelerator, args)
+        accelerator, run, _ = self.begin(args)
+        del accelerator.loaders["train"]
         loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed, shard=(0, 2))
         model = accelerator.prepare(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
         run.start(loader, None, 4, checkpoint={"model": model})
@@ -706,17 +623,15 @@ def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(st
 @pytest.mark.parametrize("epochs", [0, -1, 0.625, math.inf])
 def test_a_number_of_steps_at_which_no_step_would_be_the_last_is_refused(start, tmp_path, epochs):
     with pytest.raises(ValueError, match="total_steps must be a positive int, got "):
-        start(Regression(epochs=epochs))
+        start(Script(epochs=epochs))
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-class WithoutEpochs(Regression):
+class WithoutEpochs(Script):
     """Does not ask for the epochs that are left, tests at the end, and draws numbers after it."""
 
     def __call__(self, args):
-        accelerator = launch.make_accelerator(args, cpu_threads=1)
-        self.run = run = Run(accelerator, args)
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        accelerator, run, loader = self.begin(args)
         model = accelerator.prepare(nn.Linear(3, 1))
         run.start(loader, None, 6, checkpoint={"model": model})
         self.steps = 0
@@ -751,7 +666,7 @@ def test_a_complete_run_is_left_as_it_is_and_the_program_goes_on(start, tmp_path
 
 def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
     tracker = OwnTracker()
-    assert start(Regression(epochs=1), options={"log_with": tracker}) is None
+    assert start(Script(epochs=1), options={"log_with": tracker}) is None
     assert tracker.config["batch_size"] == 10
     steps = [step for step, _ in tracker.logged]
     assert steps == [2, 4, 4]
@@ -762,7 +677,7 @@ def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
 
 
 def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):
-    script = Regression(epochs=1)
+    script = Script(epochs=1)
     assert start(script, gradient_accumulation_steps=2) is None
     assert script.run.progress.samples == 36  # for the speed; the last step has 6 of them
     (test,) = lines(tmp_path / "run", "test")
@@ -773,7 +688,7 @@ def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_pa
     assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
 
 
-class Logging(Regression):
+class Logging(Script):
     """Writes a line of its own in each step."""
 
     def stop_if(self, *place):
@@ -785,7 +700,7 @@ def test_numbers_of_torch_and_numpy_are_logged_and_summarised(start, tmp_path):
     marker = object()
     result = {"f1": np.float32(0.5), "ema_loss": torch.tensor(0.25), "recall": torch.tensor([1.0, 0.5])}
     result |= {"shares": np.array([[1, 2]]), "marker": marker}
-    assert start(Logging({4: result}, epochs=1)) is None
+    assert start(Logging(results={4: result}, epochs=1)) is None
     (test,) = lines(tmp_path / "run", "test")
     assert (test["f1"], test["ema_loss"]) == (0.5, 0.25)
     assert not {"recall", "shares", "marker"} & test.keys()

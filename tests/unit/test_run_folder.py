@@ -83,22 +83,6 @@ def test_a_run_goes_on_without_run_json(make, tmp_path, content):
     assert [launch["from_step"] for launch in json.loads(path.read_text())["launches"]] == [5]
 
 
-def test_the_folder_of_a_run_and_its_files_are_flushed_by_name(make, tmp_path, monkeypatch):
-    """An fsync of a file does not cover its name in the folder."""
-    flushed = []
-    fsync = os.fsync
-
-    def recorded(descriptor):
-        path = run_folder.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path.is_dir():
-            flushed.append((path, sorted(each.name for each in path.iterdir())))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    started(make())
-    assert flushed == [(tmp_path, ["run"]), (tmp_path / "run", [".lock", "metrics.jsonl", "run.json"])]
-
-
 def test_a_folder_with_a_run_is_refused_without_resume(make, capsys):
     started(make()).lock.close()
     with pytest.raises(SystemExit):
@@ -179,29 +163,6 @@ def test_a_read_only_folder_is_refused():
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert "cannot be written to: Permission denied" in done.stderr
-
-
-def test_metrics_that_cannot_be_written_are_an_error_with_their_name(make, tmp_path):
-    folder = make()
-    (tmp_path / "run" / "metrics.jsonl").mkdir()  # another user's file would be refused to all but root
-    with pytest.raises(IsADirectoryError):  # of which on_main makes one line
-        started(folder)
-
-
-@pytest.mark.parametrize("name", ["run.json", "summary.json"])
-def test_a_full_disk_is_an_error_of_one_line(make, tmp_path, capsys, name):
-    folder = make()
-    (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
-
-    def run():
-        started(folder).write_summary({"loss": 1.0})
-
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
-    assert not (tmp_path / "run" / name).exists()
-    assert not (tmp_path / "run" / f".part_{name}").is_symlink()
 
 
 class Terminal(io.StringIO):

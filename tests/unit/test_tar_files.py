@@ -2,17 +2,11 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
-import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from fakes import fake_accelerator
 from PIL import Image
 from tars import write_tar
@@ -34,12 +28,6 @@ def _own_cache(tmp_path, monkeypatch):
 def numbered(first, last):
     """Members of two kinds, of unequal sizes, and of which some are empty."""
     return [(f"{n:04}.{kind}", b"%d" % n * (n % 5)) for n in range(first, last) for kind in ("txt", "cls")]
-
-
-def stops(capsys, function, *arguments) -> str:
-    with pytest.raises(SystemExit):
-        function(*arguments)
-    return capsys.readouterr().err
 
 
 def test_each_sample_is_read_from_files_of_unequal_length(tmp_path):
@@ -102,63 +90,18 @@ def test_tar_files_are_scanned_once_and_again_if_one_has_changed(tmp_path, capsy
         first[0]
 
 
-@pytest.mark.parametrize("size", [0, 700, 1536, 3000, 5120])  # members end at n * 1536
-def test_a_file_that_is_cut_off_is_named(tmp_path, capsys, size):
+@pytest.mark.parametrize("size", [0, 1536, 3000])  # members end at n * 1536
+def test_a_file_that_is_cut_off_is_named(tmp_path, stops, size):
     path = write_tar(tmp_path / "cut.tar", [(f"{n}.txt", b"x" * 600) for n in range(5)])
     content = path.read_bytes()
     path.write_bytes(content[:size])
-    said = stops(capsys, TarFiles, [path])
+    said = stops(TarFiles, [path])
     assert "cut.tar is not a whole, uncompressed tar file" in said
     assert ("after" in said) == (size >= 512)
     assert len(said.splitlines()) == 1
 
 
-def test_a_file_that_is_cut_in_place_or_replaced_by_one_of_its_size_is_named(tmp_path):
-    path = write_tar(tmp_path / "some.tar", numbered(0, 9))
-    about = path.stat()
-    data = TarFiles([path])
-    assert data[8]["txt"] == b"888"
-    os.truncate(path, 512 * 30)
-    with pytest.raises(UnreadableItem, match=r"some\.tar: 0008: ValueError: the file has become shorter"):
-        data[8]
-    write_tar(path, numbered(10, 19))
-    os.utime(path, ns=(about.st_mtime_ns + 1, about.st_mtime_ns + 1))
-    assert path.stat().st_size == about.st_size
-    tar_files.open_unchanged.cache_clear()
-    with pytest.raises(UnreadableItem, match="the file has changed during the run"):
-        data[3]
-    assert TarFiles([path])[3]["__key__"] == "0013"
-
-
-MANY = """
-import resource, sys
-from pathlib import Path
-from utils.data.tar_files import TarFiles
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-data = TarFiles(sorted(Path(sys.argv[1]).glob("*.tar")), lambda sample: int(sample["txt"]))
-print([data[index] for index in range(len(data))] == list(range(len(data))), len(data))
-"""
-
-
-@pytest.mark.slow
-def test_there_may_be_more_tar_files_than_a_process_may_open(tmp_path):
-    for n in range(300):
-        write_tar(tmp_path / f"{n:03}.tar", [(f"{n}.txt", b"%d" % n)])
-    done = subprocess.run([sys.executable, "-c", MANY, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "True 300", done.stderr
-
-
-def test_a_sample_of_many_is_found_at_once(tmp_path):
-    """Without a copy of a column, which took 3 ms of 2,000,000 members."""
-    data = TarFiles([write_tar(tmp_path / "a.tar", [("1.txt", b"")])])
-    data.members, data.starts = np.repeat(data.members, 2_000_000), np.arange(2_000_001)
-    began = time.process_time()
-    for index in range(0, 2_000_000, 2000):
-        data[index]
-    assert (time.process_time() - began) / 1000 < 1e-3
-
-
-def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):
+def test_files_that_are_no_tar_files_are_named(tmp_path, stops):
     whole = write_tar(tmp_path / "whole.tar", numbered(1, 9)).read_bytes()
     for name, content in {
         "two.tar": whole + whole,
@@ -166,12 +109,12 @@ def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):
         "text.tar": b"no tar file" * 200,
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert f"{name} is not a whole" in stops(capsys, TarFiles, [tmp_path / name])
+        assert f"{name} is not a whole" in stops(TarFiles, [tmp_path / name])
     with tarfile.open(tmp_path / "packed.tar", "w:gz") as tar:
         tar.add(tmp_path / "whole.tar")
-    assert "packed.tar is not a whole, uncompressed" in stops(capsys, TarFiles, [tmp_path / "packed.tar"])
+    assert "packed.tar is not a whole, uncompressed" in stops(TarFiles, [tmp_path / "packed.tar"])
     twice = write_tar(tmp_path / "twice.tar", [*numbered(1, 9), ("0003.TXT", b"other")])
-    assert "(two members are named 0003.txt, after 0008.cls)" in stops(capsys, TarFiles, [twice])
+    assert "(two members are named 0003.txt, after 0008.cls)" in stops(TarFiles, [twice])
     with pytest.raises(FileNotFoundError, match=r"none\.tar"):
         TarFiles([tmp_path / "none.tar"])
 
@@ -224,7 +167,7 @@ def test_images_and_labels_are_a_split(tmp_path, label):
     assert sorted(int(pixel) for batch in loader for pixel in batch.data[0][:, 0, 0, 0]) == list(range(12))
 
 
-def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsys):
+def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsys, stops):
     folder = tmp_path / "images"
     for split in ("train", "test"):
         members = [("1.input.png", png(0)), ("1.cls", b"cat"), ("2.input.png", png(1)), ("2.cls", b"dog\n")]
@@ -238,20 +181,14 @@ def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsy
     (folder / "classes.txt").write_text("cat\ndog\n")  # the tar files have not changed
     assert load_splits(str(folder))[0].labels.tolist() == [0, 1]
     (folder / "classnames.txt").write_text("cat\ndog\n")
-    assert "only one of them may be there" in stops(capsys, load_splits, str(folder))
+    assert "only one of them may be there" in stops(load_splits, str(folder))
 
 
-def test_images_that_cannot_be_used_are_named(tmp_path, capsys):
+def test_images_that_cannot_be_used_are_named(tmp_path, stops):
     """The other sentences are those of tests/programs/inputs.py."""
 
-    def refused(kind, content):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return stops(capsys, load_splits, image_folder(folder, lambda n: (kind, content)))
-
-    assert "0: KeyError: 'label'" in refused("json", b"{}")
-    assert "0: ValueError: its label is 1.5" in refused("json", b'{"label": 1.5}')
-    assert "0: ValueError: its label is True" in refused("json", b'{"label": true}')
-    assert "0: ValueError: its label is [1]" in refused("json", b"[1]")
+    folder = image_folder(tmp_path / "labels", lambda n: ("json", b'{"label": true}'))
+    assert "0: ValueError: its label is True" in stops(load_splits, folder)
     dataset = image_folder(tmp_path / "names")
     for members, words in {
         (("1.txt", b""), ("1.cls", b"0")): r"1: ValueError: it has 0 images \(\): see --image_column",

@@ -1,18 +1,15 @@
 """Text for language models: documents, tokenizers, and packed sequences."""
 
-import json
 import math
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 import time
 
 import datasets
 import numpy as np
-import pyarrow
 import pytest
 import torch
 from conftest import ROOT
@@ -24,13 +21,6 @@ from utils.data.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tok
 
 TEXTS = ["low lower lowest\n", "new newer newest wide wider\n    wide", "l\xf6w 12 12_3 ==! \u2603"]
 BYTES = learn_tokenizer(TEXTS, 257)
-
-
-def stops(capsys, function, *arguments) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        function(*arguments)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
 
 
 def write_files(folder, contents):
@@ -110,15 +100,6 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
         assert tokenizer.decode([eos, *tokens, eos]) == document
 
 
-def test_a_tokenizer_is_learned_from_a_part_of_a_large_corpus(tmp_path, monkeypatch):
-    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %06d" % number for number in range(400)})
-    learned = []
-    monkeypatch.setattr(text, "LEARN_FROM", 400)
-    monkeypatch.setattr(text, "learn_tokenizer", lambda texts, _: learned.extend(texts) or BYTES)
-    load_tokens(folder, None, 300, 4, str(tmp_path))
-    assert 300 < sum(map(len, learned)) <= 400
-
-
 def test_every_process_learns_the_same_tokenizer():
     program = (
         "from utils.data.text import *; sources, *_ = find_sources('accelerate_configs', None, None); "
@@ -145,7 +126,7 @@ def test_a_saved_tokenizer_is_read_by_transformers(tmp_path):
     assert theirs.eos_token_id == tokenizer.token_to_id(EOS)
 
 
-def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, capsys):
+def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, stops):
     words = {f"word{number}": number for number in range(9)}
     theirs = Tokenizer(models.WordLevel(words, unk_token="word0"))
     theirs.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -161,7 +142,7 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
 
     for words in ({"a": 0, "b": 7}, {}):
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "unusable.json"))
-        assert "no tokens, or gaps in their ids" in stops(capsys, load_tokenizer, tmp_path / "unusable.json")
+        assert "no tokens, or gaps in their ids" in stops(load_tokenizer, tmp_path / "unusable.json")
 
 
 def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
@@ -183,15 +164,6 @@ def test_files_are_split_by_the_hash_of_their_names(tmp_path):
     assert len(set(again[1]) & set(test)) >= 2
 
 
-def test_folders_named_after_the_splits_are_the_splits_also_behind_a_link(tmp_path):
-    write_files(tmp_path / "a", {f"{number}.txt": b"text %d" % number for number in range(40)})
-    write_files(tmp_path / "b", {"test/held.txt": b"held out", "val/other.txt": b"other", "readme.txt": b"about"})
-    (tmp_path / "b" / "train").symlink_to(tmp_path / "a")
-    train, test = load_text(str(tmp_path / "b"))
-    assert sorted(train) == sorted(f"text {number}" for number in range(40))
-    assert test == ["held out"]
-
-
 @pytest.mark.parametrize("kind", ["files", "rows"])
 def test_equal_documents_are_all_kept_and_on_one_side(tmp_path, home, kind):
     rows = [f"text {number % 40}" for number in range(120)]
@@ -211,94 +183,14 @@ def test_the_standard_library_is_text_that_every_machine_has():
     assert 0.005 < sum(map(len, test)) / sum(map(len, train)) < 0.2
 
 
-def test_rows_have_their_own_test_split_or_one_by_hash_and_those_without_text_are_left_out(tmp_path, home):
-    rows = [f"text {number}" for number in range(40)]
-    folder = write_parquet(tmp_path / "all", train=[*rows[:30], None, ""], test=rows[30:], validation=["other"])
-    write_files(tmp_path / "all", {"README.md": b"a dataset"})
-    assert load_text(folder) == (rows[:30], rows[30:])
-    train, test = load_text(write_parquet(tmp_path / "one", train=rows))
-    assert len(test) == 2
-    assert sorted(train + test) == sorted(rows)
-
-
-def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys):
-    """The other sentences are those of tests/programs/inputs.py."""
-
-    def load(dataset):
-        return load_tokens(str(dataset), None, 257, 4, str(tmp_path / "cache"))
-
-    assert "needs a non-empty" in stops(capsys, load, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
-    assert "neither a folder with data nor a Hub id" in stops(capsys, load, "no/such/folder")
+def test_data_without_a_document_for_training_or_testing_are_refused(tmp_path, home, stops):
+    """What else is refused is in tests/programs/inputs.py."""
     folder = write_parquet(tmp_path / "empty", train=["a", "b"], test=[None, ""])
-    assert "needs a non-empty document" in stops(capsys, load, folder)
+    assert "needs a non-empty document" in stops(load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
     assert not list(tmp_path.glob("cache/tokens/*/manifest.json"))
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_json_lines_are_documents_also_if_they_are_compressed(tmp_path, ending):
-    rows = [{"id": str(number), "text": f"text {number} l\xf6w"} for number in range(40)]
-    entries = [*rows, {"text": ""}, {"text": "half \ud800"}]
-    content = "\n".join(json.dumps(entry) for entry in entries).encode() + b"\n\n"
-    if ending != ".jsonl":
-        content = pyarrow.compress(content, {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}[ending], asbytes=True)
-    train, test = load_text(write_files(tmp_path, {f"rows{ending}": content}))
-    assert sorted(train + test) == sorted([row["text"] for row in rows] + ["half ?"])
-    assert len(test) == 2
-
-
-def test_csv_files_are_rows(tmp_path, home):
-    files = {f"{split}.csv": f'id,text\n1,"{split}, one"\n2,NA\n'.encode() for split in ("train", "test")}
-    assert load_text(write_files(tmp_path, files)) == (["train, one", "NA"], ["test, one", "NA"])
 
 
 # The cache
-
-
-TOKENIZE = """
-import sys, time
-from utils.data import text
-encode = text.encode
-def slow(tokenizer, batch):
-    print("tokenizing", flush=True)
-    time.sleep(float(sys.argv[3]))
-    return encode(tokenizer, batch)
-text.encode = slow
-train, test, _ = text.load_tokens(sys.argv[1], None, 300, 16, sys.argv[2])
-print("done:", len(train), len(test), flush=True)
-"""
-
-
-def start_tokenizing(folder, cache, seconds) -> subprocess.Popen:
-    command = [sys.executable, "-c", TOKENIZE, folder, str(cache), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_nothing_and_two_at_once_tokenize_once(tmp_path):
-    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(300)})
-    killed = start_tokenizing(folder, tmp_path / "cache", 60)
-    while killed.stdout.readline() != "tokenizing\n":
-        pass
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert not list(tmp_path.glob("cache/tokens/*/manifest.json"))
-    processes = [start_tokenizing(folder, tmp_path / "cache", 0.2) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert sorted("tokenizing\n" in each for each in said) == [False, True]
-    (made,) = (path.parent for path in tmp_path.glob("cache/tokens/*/manifest.json"))
-    assert sorted(os.listdir(made)) == ["manifest.json", "test.bin", "tokenizer.json", "train.bin"]
-    whole = load_tokens(folder, None, 300, 16, str(tmp_path / "other"))[0]
-    assert (made / "train.bin").read_bytes() == whole.tokens.tobytes()
-
-
-@pytest.mark.parametrize("name", ["train.bin", "tokenizer.json"])
-def test_damaged_tokens_are_made_anew(tmp_path, capsys, name):
-    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
-    whole = load_tokens(folder, None, 257, 4, str(tmp_path / "cache"))[0].tokens.tobytes()
-    (file,) = (tmp_path / "cache" / "tokens").glob(f"*/{name}")
-    file.write_bytes(file.read_bytes()[:-2])
-    assert load_tokens(folder, None, 257, 4, str(tmp_path / "cache"))[0].tokens.tobytes() == whole
-    assert "is built anew" in capsys.readouterr().out
 
 
 def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypatch):
@@ -412,12 +304,6 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
         assert are_last == (*[False] * (len(pieces) - 1), True)
         ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
         assert ids == tokenizer.encode(document, add_special_tokens=False).ids
-
-
-def test_a_text_without_spaces_is_cut_anywhere(monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 100)
-    assert [len(piece) for piece, _ in text.cut_pieces(["abcd" * 125])] == [200, 200, 100]
-    assert [*text.cut_pieces([])] == []
 
 
 def test_a_text_that_is_read_in_parts_has_the_characters_of_the_whole(tmp_path, monkeypatch):
