@@ -175,3 +175,19 @@ def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
     for other in (load(seed=1), load(epoch=1)):
         assert sum(torch.equal(first[i], other[i]) for i in range(6)) == 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_fingerprint_is_of_the_files_and_labels_whatever_is_decoded_of_them(tmp_path, monkeypatch):
+    def fingerprint(transform=None):
+        return loader_of(split_of(tmp_path, {}), transform or center(8)).describe()["fingerprint"]
+
+    first = fingerprint()
+    assert fingerprint(augment(16)) == first
+    monkeypatch.setattr(images, "to_rgb", lambda image: Image.new("RGB", image.size))  # another Pillow
+    assert fingerprint() == first
+    assert fingerprint(lambda image: np.random.default_rng().random(9)) == "differs"
+    PHOTO.save(tmp_path / "data/train/dog/1.png", compress_level=1)
+    split = load_splits(str(tmp_path / "data"))[0]
+    assert loader_of(split, center(8)).describe()["fingerprint"] != first
+    other = split._replace(labels=1 - split.labels)
+    assert loader_of(other, center(8)).describe() != loader_of(split, center(8)).describe()

@@ -114,8 +114,15 @@ class ImageFiles(Dataset):
         return len(self.split.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        cell = self.split.rows[int(index)][self.split.image_column]
-        return read_image(cell, self.transform), int(self.split.labels[index])
+        return read_image(self._cell(index), self.transform), int(self.split.labels[index])
+
+    def _cell(self, index: int) -> dict:
+        return self.split.rows[int(index)][self.split.image_column]
+
+    def source(self, index: int) -> tuple[bytes, int]:
+        """The file and the label, for the fingerprint: another version of Pillow may decode other pixels."""
+        cell = self._cell(index)
+        return cell["bytes"] or Path(cell["path"]).read_bytes(), int(self.split.labels[index])
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
