@@ -257,12 +257,12 @@ def test_csv_files_are_rows(tmp_path, home):
 TOKENIZE = """
 import sys, time
 from utils.data import text
-encode = text.encode
-def slow(tokenizer, batch):
+cut_pieces = text.cut_pieces
+def slow(parts):
     print("tokenizing", flush=True)
     time.sleep(float(sys.argv[3]))
-    return encode(tokenizer, batch)
-text.encode = slow
+    return cut_pieces(parts)
+text.cut_pieces = slow
 train, test, _ = text.load_tokens(sys.argv[1], None, 300, 16, sys.argv[2])
 print("done:", len(train), len(test), flush=True)
 """
@@ -282,7 +282,7 @@ def test_a_killed_run_leaves_nothing_and_two_at_once_tokenize_once(tmp_path):
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not list(tmp_path.glob("cache/tokens/*/manifest.json"))
-    processes = [start_tokenizing(folder, tmp_path / "cache", 0.2) for _ in range(2)]
+    processes = [start_tokenizing(folder, tmp_path / "cache", 0.01) for _ in range(2)]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert sorted("tokenizing\n" in each for each in said) == [False, True]
     (made,) = (path.parent for path in tmp_path.glob("cache/tokens/*/manifest.json"))
