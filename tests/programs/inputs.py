@@ -82,9 +82,8 @@ TEXT |= {
     "UTF-16": (PLAIN | {"c.txt": "c".encode("utf-16")}, "contains NUL bytes"),
     "names with [brackets]": ({"a [x] *.txt": "a", "b ?.txt": "b"}, TOGETHER),
     "rows, names with [brackets]": ({"train [x].parquet": table(text=["a", "b"])}, TOGETHER),
-    "with a link to itself": (PLAIN | {"y": link(".")}, "leads back to itself"),
-    "with a link to nothing": (PLAIN | {"y": link("gone")}, "a link to nothing"),
-    "one of which names a split": (PLAIN | {"val/c.txt": "c"}, "says its split"),
+    "with a link to itself": (PLAIN | {"y": link(".")}, "Too many levels of symbolic links"),
+    "one of which names a split": (PLAIN | {"val/c.txt": "c"}, "says no split"),
     "in an empty folder": ({}, "neither a folder with data nor a Hub id"),
     "lines, two strings": ({"a.jsonl": lines({"x": "a", "y": "b"})}, "choose the one with text by --text_column"),
     "lines, one without": ({"a.jsonl": lines({"text": "a"}, {"body": "b"})}, "a.jsonl:2 is not a JSON object"),
@@ -183,7 +182,7 @@ for name in ("train/metadata.csv", "train/1.png", "train/cat/x/1.png"):
 for name in ("train/cat/1.heic", "train/cat/1.txt", "train/cat/1.npy"):
     PICTURES[f"and {name}"] = GOOD | {name: b"x"}, "is not an image that Pillow opens"
 PICTURES |= {
-    "and labels.csv": (GOOD | {"labels.csv": "x"}, "says its split"),
+    "and labels.csv": (GOOD | {"labels.csv": "x"}, "says no split"),
     "behind a link": (GOOD | {"train/owl": link("cat")}, ([*TWO, ("owl", MEAN)], TWO)),
     "of a class in test alone": (GOOD | {"test/owl/1.png": PNG}, "in test, but not in train"),
     "of a class named test": (GOOD | {"train/test/1.png": PNG}, ([*TWO, ("test", MEAN)], TWO)),

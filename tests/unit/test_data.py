@@ -167,7 +167,7 @@ BAD = {
     "1.png cannot be decoded": lambda folder: (folder / "train/cat/1.png").write_bytes(b"not an image"),
     "has images of 2 sizes": lambda folder: write_image(folder / "train/dog/2.png", (9, 4)),
     "has the label 0 in test, but not in train": lambda folder: (folder / "test/cat").rename(folder / "test/Cat"),
-    "has the columns {'a': 'int64'}": lambda folder: without(folder, "train", "test") or table(folder),
+    "has the columns ['a']": lambda folder: without(folder, "train", "test") or table(folder),
     "labels that are not from 0 to 1": lambda folder: (
         without(folder, "train", "test") or parquet(parquet(folder, "train", labels=(0, 1, 2)), "test")
     ),
