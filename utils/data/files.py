@@ -59,18 +59,17 @@ def find_split(dataset: str, name: str) -> tuple[str, int]:
 
 
 def choose_splits(dataset: str, splits: dict) -> tuple[dict, list[str]]:
-    """Of splits by their names, "train" (or "", if no name says one) and "test", and what is left out."""
-    by_kind = {SPLIT_WORDS.get(name, name): name for name in splits}
-    if not {"", "train"} & {*by_kind}:
+    """Of splits by their names, "train" and "test", and what is left out; alone, a split without a word is "train"."""
+    by_kind = {SPLIT_WORDS.get(name, name or "train"): name for name in splits}
+    if "train" not in by_kind:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
-    used = {kind: by_kind[kind] for kind in ("", "train") if kind in by_kind}
-    used |= {"test": name for name in map(by_kind.get, TEST_SPLITS[::-1]) if name}  # noqa: B035  the first of them
-    left_out = [f"the split {name}" for name in splits if name not in used.values()]
-    return {kind: splits[name] for kind, name in used.items()}, left_out
+    used = [by_kind[kind] for kind in ("train", *TEST_SPLITS) if kind in by_kind][:2]
+    left_out = [f"the split {name}" for name in splits if name not in used]
+    return dict(zip(("train", "test"), map(splits.get, used), strict=False)), left_out
 
 
 def find_data(dataset: str, kinds: dict[str, str], other: str, cache_dir: str | None) -> tuple[str, dict, list[str]]:
-    """The kind of a dataset, its splits "train" and "test" or "": all (see `choose_splits`), and what is left out.
+    """The kind of a dataset, its splits "train" and, if there is one, "test", and what is left out.
 
     `kinds` says what files are by the end of their names, and `other` what all others are. Parquet and CSV files and a
     Hub id are "rows", of which a split is a `datasets.Dataset`; of others it is {name: path}.
