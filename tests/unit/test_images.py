@@ -61,14 +61,6 @@ def test_odd_images_become_the_rgb_that_a_person_sees(kind):
     assert np.abs(got - np.asarray(expected)).mean() < 6
 
 
-BAD = {
-    "truncated jpeg": encoded(PHOTO, "JPEG")[:-700],
-    "empty": b"",
-    "16 bits": encoded(Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)),
-    "float": encoded(PHOTO.convert("F"), "TIFF"),
-}
-
-
 def split_of(tmp_path, contents: dict):
     """A folder of images in which the names of `contents` stand among good ones."""
     for split in ("train", "test"):
@@ -95,15 +87,15 @@ def loader_of(split, transform, batch_size=4, **options):
     return GlobalLoader(dataset, batch_size, fake_accelerator(), collate_fn=dataset.collate, **options)
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in BAD), ("empty", 1)])
-def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
-    split = split_of(tmp_path, {kind: BAD[kind]})
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_file_is_named(tmp_path, capsys, num_workers):
+    split = split_of(tmp_path, {"empty": b""})
     with pytest.raises(SystemExit):
         list(loader_of(split, center(8), num_workers=num_workers))
     error = capsys.readouterr().err
     assert error.startswith("error: --dataset")
     assert len(error.splitlines()) == 1
-    assert f"cat/{kind}.png" in error
+    assert "cat/empty.png" in error
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

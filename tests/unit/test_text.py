@@ -183,15 +183,6 @@ def test_files_are_split_by_the_hash_of_their_names(tmp_path):
     assert len(set(again[1]) & set(test)) >= 2
 
 
-def test_folders_named_after_the_splits_are_the_splits_also_behind_a_link(tmp_path):
-    write_files(tmp_path / "a", {f"{number}.txt": b"text %d" % number for number in range(40)})
-    write_files(tmp_path / "b", {"test/held.txt": b"held out", "val/other.txt": b"other", "readme.txt": b"about"})
-    (tmp_path / "b" / "train").symlink_to(tmp_path / "a")
-    train, test = load_text(str(tmp_path / "b"))
-    assert sorted(train) == sorted(f"text {number}" for number in range(40))
-    assert test == ["held out"]
-
-
 @pytest.mark.parametrize("kind", ["files", "rows"])
 def test_equal_documents_are_all_kept_and_on_one_side(tmp_path, home, kind):
     rows = [f"text {number % 40}" for number in range(120)]
@@ -228,7 +219,6 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys):
         return load_tokens(str(dataset), None, 257, 4, str(tmp_path / "cache"))
 
     assert "needs a non-empty" in stops(capsys, load, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
-    assert "neither a folder with data nor a Hub id" in stops(capsys, load, "no/such/folder")
     folder = write_parquet(tmp_path / "empty", train=["a", "b"], test=[None, ""])
     assert "needs a non-empty document" in stops(capsys, load, folder)
     assert not list(tmp_path.glob("cache/tokens/*/manifest.json"))
@@ -244,11 +234,6 @@ def test_json_lines_are_documents_also_if_they_are_compressed(tmp_path, ending):
     train, test = load_text(write_files(tmp_path, {f"rows{ending}": content}))
     assert sorted(train + test) == sorted([row["text"] for row in rows] + ["half ?"])
     assert len(test) == 2
-
-
-def test_csv_files_are_rows(tmp_path, home):
-    files = {f"{split}.csv": f'id,text\n1,"{split}, one"\n2,NA\n'.encode() for split in ("train", "test")}
-    assert load_text(write_files(tmp_path, files)) == (["train, one", "NA"], ["test, one", "NA"])
 
 
 # The cache
