@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
@@ -48,8 +48,8 @@ def read_image(cell: dict, use: Callable):
     """`use(image)` of the image in a cell {"bytes", "path"}, upright; if it is not rotated, not decoded yet."""
     try:
         with Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"])) as image:
-            ImageOps.exif_transpose(image, in_place=True)  # phones turn by EXIF; decodes only what it turns
-            return use(image)
+            is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1  # phones turn by EXIF
+            return use(image if is_upright else ImageOps.exif_transpose(image))  # which decodes all of it
     except Exception as error:  # Pillow's readers have no common base class of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnreadableItem(f"--dataset: {cell['path'] or 'an image'} cannot be decoded: {reason}") from error

@@ -122,11 +122,10 @@ def find_sources(dataset: str, text_column: str | None, cache_dir: str | None) -
     if dataset == STDLIB:
         files, _ = list_files(sysconfig.get_path("stdlib"))
         names = (name for name in files if name.endswith(".py") and NOT_IN_STDLIB.isdisjoint(name.split("/")))
-        return [("", name, files[name]) for name in names], None, []
+        return [("train", name, files[name]) for name in names], None, []
     kind, splits, left_out = find_data(dataset, KINDS, "text", cache_dir)
     if kind == "no text":
         stop(f"--dataset {dataset} has files that are no text: make them JSON lines (an object on each) or parquet")
-    splits = {"": splits["train"]} if {*splits} == {"train"} else splits
     by_name = {split: {split: rows} if kind == "rows" else rows for split, rows in splits.items()}
     sources = [(split, name, rows) for split, of_split in by_name.items() for name, rows in of_split.items()]
     if kind == "text":
@@ -257,12 +256,13 @@ def write_tokens(
 ) -> dict:
     """Write train.bin, test.bin and tokenizer.json into `folder`. The documents are read several times.
 
-    Not by `datasets.map`, which takes 4 times as much of the disk, and needs the pieces of long documents as rows.
+    Not by `datasets.map`: the text and the tokens would lie on the disk once more, and long documents be cut before.
     """
     show(f"tokenizing --dataset {dataset}, once, into {folder}")
     facts = np.fromiter(itertools.starmap(facts_of, read_documents(sources, column)), FACTS)
     is_test = facts["is_test"]
-    if sources[0][0] == "":  # a hash of the names decides; equal texts are on one side, by the first one's name
+    if not any(split == "test" for split, *_ in sources):
+        # A hash of the names decides; equal texts are on one side, by the first one's name.
         _, first, which = np.unique(facts["text_hash"], return_index=True, return_inverse=True)
         order = np.argsort(facts["name_hash"][first], kind="stable")
         is_test = np.isin(which, order[: math.ceil(len(order) * TEST_FRACTION)])
