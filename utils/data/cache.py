@@ -61,4 +61,4 @@ def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
             return content
     except OSError as error:
         where = error.filename or folder
-        stop(f"{where}: {error.strerror or error}: choose a folder to write and lock with --cache_dir")
+        stop(f"{where}: {error.strerror or error}: choose a folder with space and file locks by --cache_dir")
