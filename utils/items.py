@@ -152,16 +152,17 @@ class ItemReader:
         return iter(self._workers)
 
     def fingerprint(self) -> str:
-        """A digest of the first item, the last one and 14 more, each read twice.
+        """A digest of the first item, the last one and 14 more, or of what the dataset's method `source` has for them.
 
-        "differs", and a warning, if one of them is not the same the second time.
+        "differs", and a warning, if one of the items is not the same when it is read twice.
         """
         length, seed = len(self.fetcher.dataset), self.fetcher.seed
         chosen = sorted({0, length - 1, *(combine(seed, n, FINGERPRINT) % length for n in range(14))})
         with generators_restored(), stop_at_unreadable_items():
             first, again = (digest(self.fetcher.__getitems__((0, chosen, chosen))) for _ in range(2))
         if first == again:
-            return first
+            source = getattr(self.fetcher.dataset, "source", None)
+            return digest([*map(source, chosen)]) if source else first
         if is_local_main():
             show(
                 f"warning: one of the items {', '.join(map(str, chosen))} differs when it is read twice: the dataset "

@@ -11,10 +11,7 @@ from pathlib import Path
 
 from ..atomic_files import fsync, write_json
 from ..console import is_local_main, show, stop
-from ..fingerprint import digest
 from ..run_folder import lock
-
-SAMPLES, SAMPLE = 64, 4096  # how many parts of a file are in its digest, and their bytes
 
 
 def cache_folder(cache_dir: str | None, *names: str) -> Path:
@@ -28,24 +25,16 @@ def file_signature(file: Path | str) -> list:
     return [os.path.realpath(file), about.st_size, about.st_mtime_ns]
 
 
-def sample_digest(file: Path) -> list:
-    """The size of a file and a digest of SAMPLES parts of it: of all of it takes too long."""
-    size = file.stat().st_size
-    with open(file, "rb") as content:
-        starts = (max(size - SAMPLE, 0) * number // (SAMPLES - 1) for number in range(SAMPLES))
-        return [size, digest([os.pread(content.fileno(), SAMPLE, start).hex() for start in starts])]
-
-
 def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
     """What `build` returned when one process called it, with `folder` empty, to write files there.
 
     Several processes and several runs may need the folder at once. After a kill it is built anew, and also if one of
-    its files is not what was written.
+    its files is not what was written, by its size and time.
     """
 
     def read() -> dict:
-        content, files, written = json.loads((folder / "manifest.json").read_text()).values()
-        if digest(json.dumps([content, files])) != written or any(sample_digest(folder / n) != files[n] for n in files):
+        content, files = json.loads((folder / "manifest.json").read_text()).values()
+        if any(file_signature(folder / name)[1:] != written for name, written in files.items()):
             raise ValueError("a file is not what was written")
         return content
 
@@ -67,14 +56,9 @@ def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
             content, paths = build(), [*folder.iterdir()]
             for path in paths:
                 fsync(path)
-            files = {path.name: sample_digest(path) for path in paths}
-            manifest = {"content": content, "files": files, "digest": digest(json.dumps([content, files]))}
-            write_json(folder / "manifest.json", manifest)
+            files = {path.name: file_signature(path)[1:] for path in paths}
+            write_json(folder / "manifest.json", {"content": content, "files": files})
             return content
-    except Exception as error:
-        error = error.__cause__ if isinstance(error.__cause__, OSError) else error  # `datasets` wraps it
-        if not isinstance(error, OSError):
-            raise
-        stop(
-            f"{error.filename or folder}: {error.strerror or error}: choose a folder to write and lock with --cache_dir"
-        )
+    except OSError as error:
+        where = error.filename or folder
+        stop(f"{where}: {error.strerror or error}: choose a folder with space and file locks by --cache_dir")

@@ -29,23 +29,18 @@ def list_files(dataset: str | Path) -> tuple[dict[str, str], list[str]]:
     """
     files = {}
 
-    def add(folder: str, within: str, above: tuple[str, ...]) -> None:
-        above = *above, os.path.realpath(folder)
+    def add(folder: str, within: str) -> None:
         for entry in os.scandir(folder):
             if entry.name.startswith(".") or entry.name == "__MACOSX":
                 continue
-            if not entry.is_dir():
-                files[within + entry.name] = entry.path
-                if not entry.is_file():
-                    stop(f"--dataset {dataset}: {entry.path} is not a file, or a link to nothing: remove it")
-            elif entry.is_symlink() and os.path.realpath(entry.path) in above:
-                stop(f"--dataset {dataset} has a link to a folder, {entry.path}, that leads back to itself: remove it")
+            if entry.is_dir():  # of a link that leads back to itself, too many levels at last
+                add(entry.path, f"{within}{entry.name}/")
             else:
-                add(entry.path, f"{within}{entry.name}/", above)
+                files[within + entry.name] = entry.path
 
     if os.path.isdir(dataset):
         with stop_if_unreadable(str(dataset)):
-            add(str(dataset), "", tuple(map(str, Path(os.path.realpath(dataset)).parents)))
+            add(str(dataset), "")
     beside = sorted(name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower()))
     beside = beside if len(beside) < len(files) else []
     return {name: files[name] for name in sorted(files.keys() - beside)}, beside
@@ -64,18 +59,17 @@ def find_split(dataset: str, name: str) -> tuple[str, int]:
 
 
 def choose_splits(dataset: str, splits: dict) -> tuple[dict, list[str]]:
-    """Of splits by their names, "train" (or "", if no name says one) and "test", and what is left out."""
-    by_kind = {SPLIT_WORDS.get(name, name): name for name in splits}
-    if not {"", "train"} & {*by_kind}:
+    """Of splits by their names, "train" and "test", and what is left out; alone, a split without a word is "train"."""
+    by_kind = {SPLIT_WORDS.get(name, name or "train"): name for name in splits}
+    if "train" not in by_kind:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
-    used = {kind: by_kind[kind] for kind in ("", "train") if kind in by_kind}
-    used |= {"test": name for name in map(by_kind.get, TEST_SPLITS[::-1]) if name}  # noqa: B035  the first of them
-    left_out = [f"the split {name}" for name in splits if name not in used.values()]
-    return {kind: splits[name] for kind, name in used.items()}, left_out
+    used = [by_kind[kind] for kind in ("train", *TEST_SPLITS) if kind in by_kind][:2]
+    left_out = [f"the split {name}" for name in splits if name not in used]
+    return dict(zip(("train", "test"), map(splits.get, used), strict=False)), left_out
 
 
 def find_data(dataset: str, kinds: dict[str, str], other: str, cache_dir: str | None) -> tuple[str, dict, list[str]]:
-    """The kind of a dataset, its splits "train" and "test" or "": all (see `choose_splits`), and what is left out.
+    """The kind of a dataset, its splits "train" and, if there is one, "test", and what is left out.
 
     `kinds` says what files are by the end of their names, and `other` what all others are. Parquet and CSV files and a
     Hub id are "rows", of which a split is a `datasets.Dataset`; of others it is {name: path}.
@@ -89,8 +83,7 @@ def find_data(dataset: str, kinds: dict[str, str], other: str, cache_dir: str | 
     for name, path in files.items():
         splits.setdefault(find_split(dataset, name)[0], {})[name] = path
     if "" in splits and len(splits) > 1:
-        named = next(name for name in files if name not in splits[""])
-        words = f"the name of {named} says its split, and that of {next(iter(splits['']))} does not"
+        words = f"the name of {next(iter(splits['']))} says no split, as those of other files do"
         stop(f"--dataset {dataset}: {words}: move all files into folders train/ and test/, or all into train/")
     if kind in ("parquet", "csv", None):
         kind, splits = "rows", load_rows(dataset, kind, splits, cache_dir)
@@ -134,11 +127,11 @@ def stop_if_unreadable(file: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        stop(f"--dataset: {file} cannot be read: {getattr(error, 'strerror', None) or error}")
+        place, reason = getattr(error, "filename", None) or file, getattr(error, "strerror", None) or error
+        stop(f"--dataset: {place} cannot be read: {reason}")
 
 
 def announce(dataset: str, used: str, left_out: list[str]) -> None:
     """Print what is read of a dataset, and what is not."""
     if is_local_main():
-        names = ", ".join(left_out[:9]) + (f" and {len(left_out) - 9} more" if len(left_out) > 9 else "")
-        show(f"--dataset {dataset}: {used}" + (f"; left out: {names}" if names else ""))
+        show(f"--dataset {dataset}: {used}" + (f"; left out: {', '.join(left_out)}" if left_out else ""))

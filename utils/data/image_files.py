@@ -49,7 +49,7 @@ def read_image(cell: dict, use: Callable):
     try:
         with Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"])) as image:
             is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1  # phones turn by EXIF
-            return use(image if is_upright else ImageOps.exif_transpose(image))
+            return use(image if is_upright else ImageOps.exif_transpose(image))  # which decodes all of it
     except Exception as error:  # Pillow's readers have no common base class of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnreadableItem(f"--dataset: {cell['path'] or 'an image'} cannot be decoded: {reason}") from error
@@ -114,8 +114,15 @@ class ImageFiles(Dataset):
         return len(self.split.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        cell = self.split.rows[int(index)][self.split.image_column]
-        return read_image(cell, self.transform), int(self.split.labels[index])
+        return read_image(self._cell(index), self.transform), int(self.split.labels[index])
+
+    def _cell(self, index: int) -> dict:
+        return self.split.rows[int(index)][self.split.image_column]
+
+    def source(self, index: int) -> tuple[bytes, int]:
+        """The file and the label, for the fingerprint: another version of Pillow may decode other pixels."""
+        cell = self._cell(index)
+        return cell["bytes"] or Path(cell["path"]).read_bytes(), int(self.split.labels[index])
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:

@@ -78,15 +78,14 @@ def find_columns(rows, dataset: str, image_column: str | None, label_column: str
     """The columns of a `datasets.Dataset` with images and labels."""
     import datasets
 
-    columns = {name: getattr(kind, "dtype", type(kind).__name__) for name, kind in rows.features.items()}
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     classes = [name for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)] or ["label"]
-    images, classes = [image_column] if image_column else images, [label_column] if label_column else classes
-    found = [rows.features.get(names[0]) for names in (images, classes) if len(names) == 1]
+    names = [*([image_column] if image_column else images), *([label_column] if label_column else classes)]
+    found = [*map(rows.features.get, names)]
     if len(found) != 2 or not isinstance(found[0], datasets.Image) or "int" not in getattr(found[1], "dtype", ""):
-        stop(f"--dataset {dataset} has the columns {columns}: choose by --image_column and --label_column")
-    image_column, label_column = *images, *classes
-    for column in (image_column, label_column):
+        stop(f"--dataset {dataset} has the columns {[*rows.features]}: choose by --image_column and --label_column")
+    image_column, label_column = names
+    for column in (image_column, label_column):  # on some processors, a label that is missing would be 0
         if missing := rows.data.column(column).null_count:
             stop(f"--dataset {dataset} has {plural(missing, 'row')} without {column}: remove them")
     # From the table itself: six times as fast as through the numpy format.

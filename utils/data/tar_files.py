@@ -22,7 +22,7 @@ from ..launched import share_of_cores
 from .cache import build_once, cache_folder, file_signature
 from .files import stop_if_unreadable
 
-FORMAT = 3  # of the files in the cache
+FORMAT = 4  # of the files in the cache
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff", "avif", "jp2", "mpo")
 LABELS = ("cls", "json", "txt")  # the first of these that a sample has
 

@@ -1,4 +1,4 @@
-"""Text for language models: documents, tokenized once by `datasets`, and packed into sequences of tokens."""
+"""Text for language models: documents, tokenized once, and packed into sequences of tokens."""
 
 import functools
 import hashlib
@@ -8,14 +8,13 @@ import json
 import math
 import os
 import re
-import shutil
-import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow.compute
+import pyarrow
 import tokenizers
 import torch
 from tokenizers import Tokenizer
@@ -37,9 +36,8 @@ LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
 PART = 2**17  # characters that are read at a time
 PIECE = 2**15  # characters; a longer document is tokenized in pieces of one to two times as many
 AT_ONCE = 64  # pieces that are tokenized together: an Encoding takes far more memory than its ids
-FORMAT = 6  # of the files in the cache
-PIECES = {"text": "string", "is_last": "bool", "is_test": "bool", "length": "int64"}  # columns, and their types
-PIECES |= {"name_hash": "int64", "text_hash": "int64"}
+FORMAT = 7  # of the files in the cache
+FACTS = np.dtype([("is_test", "?"), ("length", "i8"), ("name_hash", "S8"), ("text_hash", "S8")])  # of a document
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 KINDS = dict.fromkeys([f"{end}{packed}" for end in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)], "lines")
 KINDS |= {".parquet": "parquet", ".csv": "csv"}
@@ -124,11 +122,10 @@ def find_sources(dataset: str, text_column: str | None, cache_dir: str | None) -
     if dataset == STDLIB:
         files, _ = list_files(sysconfig.get_path("stdlib"))
         names = (name for name in files if name.endswith(".py") and NOT_IN_STDLIB.isdisjoint(name.split("/")))
-        return [("", name, files[name]) for name in names], None, []
+        return [("train", name, files[name]) for name in names], None, []
     kind, splits, left_out = find_data(dataset, KINDS, "text", cache_dir)
     if kind == "no text":
         stop(f"--dataset {dataset} has files that are no text: make them JSON lines (an object on each) or parquet")
-    splits = {"": splits["train"]} if {*splits} == {"train"} else splits
     by_name = {split: {split: rows} if kind == "rows" else rows for split, rows in splits.items()}
     sources = [(split, name, rows) for split, of_split in by_name.items() for name, rows in of_split.items()]
     if kind == "text":
@@ -188,16 +185,13 @@ def read_lines(file: str, column: str | None = None) -> Iterator[tuple[int, obje
         stop(f"--dataset: {file}:{number or 1} is not a JSON object with {column or 'text'!r} ({error!r}): repair it")
 
 
-def read_pieces(sources: list, column: str | None) -> Iterator[dict]:
-    """Rows for `datasets`: the documents in pieces, of which the last one says what is known of the whole."""
-    for split, name, parts in read_documents(sources, column):
-        sha, length = hashlib.sha256(), 0
-        for text, is_last in cut_pieces(parts):
-            sha.update(text.encode())
-            length += len(text)
-            name_hash, text_hash = (int.from_bytes(of.digest()[:8], "big") >> 1 for of in (hashlib.sha256(name), sha))
-            row = {"text": text, "is_last": is_last, "is_test": split == "test", "length": length}
-            yield row | {"name_hash": name_hash, "text_hash": text_hash}
+def facts_of(split: str, name: bytes, parts: Iterable[str]) -> tuple:
+    """What is known of a document, a row of FACTS."""
+    sha, length = hashlib.sha256(), 0
+    for part in parts:
+        sha.update(part.encode())
+        length += len(part)
+    return split == "test", length, hashlib.sha256(name).digest()[:8], sha.digest()[:8]
 
 
 def cut_pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -248,16 +242,8 @@ def load_tokens(
     manifest = build_once(folder, build)
     announce(dataset, manifest["about"] + (f" of column {column}" if column else ""), left_out)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    train, test = (
-        PackedText(
-            folder / f"{split}.bin",
-            dtype_of(tokenizer.get_vocab_size()),
-            context,
-            tokenizer.token_to_id(EOS),
-            num_bytes,
-        )
-        for split, num_bytes in manifest["bytes"].items()
-    )
+    options = dtype_of(tokenizer.get_vocab_size()), context, tokenizer.token_to_id(EOS)
+    train, test = (PackedText(folder / f"{name}.bin", *options, size) for name, size in manifest["bytes"].items())
     return train, test, tokenizer
 
 
@@ -268,65 +254,54 @@ def dtype_of(vocabulary: int) -> str:
 def write_tokens(
     dataset: str, sources: list, column: str | None, tokenizer: Tokenizer | None, vocabulary: int, folder: Path
 ) -> dict:
-    """Write train.bin, test.bin and tokenizer.json into `folder`; what `datasets` makes on the way there is removed."""
-    import datasets
+    """Write train.bin, test.bin and tokenizer.json into `folder`. The documents are read several times.
 
+    Not by `datasets.map`: the text and the tokens would lie on the disk once more, and long documents be cut before.
+    """
     show(f"tokenizing --dataset {dataset}, once, into {folder}")
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    arguments = {"sources": tuple(sources), "column": column}  # it would cut a list into shards
-    features = datasets.Features({name: datasets.Value(kind) for name, kind in PIECES.items()})
-    options = {"gen_kwargs": arguments, "cache_dir": str(folder / "datasets"), "writer_batch_size": AT_ONCE}
-    rows = datasets.Dataset.from_generator(read_pieces, features, **options)
-    columns = {name: rows.data.column(name).to_numpy() for name in PIECES if name != "text"}
-    is_last = columns["is_last"]
-    last = {name: column[is_last] for name, column in columns.items()}
-    is_test = last["is_test"]
-    if sources[0][0] == "":  # a hash of the names decides; equal texts are on one side, by the first one's name
-        _, first, which = np.unique(last["text_hash"], return_index=True, return_inverse=True)
-        order = np.argsort(last["name_hash"][first], kind="stable")
+    facts = np.fromiter(itertools.starmap(facts_of, read_documents(sources, column)), FACTS)
+    is_test = facts["is_test"]
+    if not any(split == "test" for split, *_ in sources):
+        # A hash of the names decides; equal texts are on one side, by the first one's name.
+        _, first, which = np.unique(facts["text_hash"], return_index=True, return_inverse=True)
+        order = np.argsort(facts["name_hash"][first], kind="stable")
         is_test = np.isin(which, order[: math.ceil(len(order) * TEST_FRACTION)])
     if is_test.all() or not is_test.any():
         stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
+
+    def texts_of(side: np.ndarray) -> Iterator[Iterable[str]]:
+        return (parts for *_, parts in itertools.compress(read_documents(sources, column), side))
+
     if tokenizer is None:
-        step = 1 + int(last["length"][~is_test].sum()) // LEARN_FROM
-        texts = itertools.compress((parts for *_, parts in read_documents(sources, column)), ~is_test)
-        tokenizer = learn_tokenizer(itertools.islice(itertools.chain.from_iterable(texts), 0, None, step), vocabulary)
+        step = 1 + int(facts["length"][~is_test].sum()) // LEARN_FROM
+        parts = itertools.islice(itertools.chain.from_iterable(texts_of(~is_test)), 0, None, step)
+        tokenizer = learn_tokenizer(parts, vocabulary)
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-
-    num_bytes, in_test = {}, is_test[np.cumsum(is_last) - is_last]
-    features = datasets.Features(
-        ids=[datasets.Value(dtype_of(tokenizer.get_vocab_size()))], bytes=datasets.Value("int64")
-    )
-    options = {"batched": True, "batch_size": AT_ONCE, "features": features, "remove_columns": rows.column_names}
-    options |= {"new_fingerprint": folder.name, "desc": "tokenizing"}  # else `map` pickles the tokenizer
-    for split, wanted in (("train", ~in_test), ("test", in_test)):
-        options["cache_file_name"] = str(folder / "datasets" / f"{split}.arrow")
-        tokens = rows.select(np.flatnonzero(wanted)).map(functools.partial(encode, tokenizer), **options)
-        with open(folder / f"{split}.bin", "wb") as file:
-            file.write(np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer.get_vocab_size())))
-            for chunk in tokens.data.column("ids").chunks:
-                file.write(chunk.flatten().to_numpy())
-        num_bytes[split] = pyarrow.compute.sum(tokens.data.column("bytes")).as_py()
-
+    sides = {"train": ~is_test, "test": is_test}
+    sizes = {name: write_split(folder / f"{name}.bin", tokenizer, texts_of(side)) for name, side in sides.items()}
     about = f"{(~is_test).sum():,} documents for training, {is_test.sum():,} for testing"
-    sample = rows[:AT_ONCE]["text"]
-    if any(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, False) != text for text in sample):
+    if None in sizes.values():
         about += ", without bits_per_byte, as the tokenizer loses a part of the text,"
-        num_bytes = dict.fromkeys(num_bytes)
-    shutil.rmtree(folder / "datasets")
-    return {"bytes": num_bytes, "about": about}
+    return {"bytes": sizes, "about": about}
 
 
-def encode(tokenizer: Tokenizer, batch: dict) -> dict:
-    """The tokens of pieces, with EOS after each document, and their length in UTF-8."""
-    encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-    ends = [[tokenizer.token_to_id(EOS)] * is_last for is_last in batch["is_last"]]
-    ids = [
-        np.array(encoding.ids + end, dtype_of(tokenizer.get_vocab_size()))
-        for encoding, end in zip(encodings, ends, strict=True)
-    ]
-    return {"ids": ids, "bytes": [len(text.encode()) for text in batch["text"]]}
+def write_split(file: Path, tokenizer: Tokenizer, texts: Iterable[Iterable[str]]) -> int | None:
+    """Write the tokens of documents; the length of these in UTF-8, or None, if a sample is not what its tokens give."""
+    pieces = itertools.chain.from_iterable(map(cut_pieces, texts))
+    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer.get_vocab_size())
+    num_bytes, is_lossless, shown = 0, True, time.monotonic()
+    with open(file, "wb") as out:
+        out.write(np.array([eos], dtype))
+        while batch := [*itertools.islice(pieces, AT_ONCE)]:
+            encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+            is_lossless &= tokenizer.decode(encodings[0].ids, skip_special_tokens=False) == batch[0][0]
+            for (text, is_last), encoding in zip(batch, encodings, strict=True):
+                out.write(np.array(encoding.ids + [eos] * is_last, dtype))
+                num_bytes += len(text.encode())
+            if time.monotonic() > shown + 60:
+                show(f"tokenized {num_bytes / 1e6:,.0f} MB into {file.name}")
+                shown = time.monotonic()
+    return num_bytes if is_lossless else None
 
 
 def load_prepared(dataset: str, tokenizer_file: str, context: int, dtype: str | None) -> tuple:
