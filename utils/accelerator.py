@@ -7,6 +7,7 @@ import os
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from torch import distributed
 
@@ -14,6 +15,18 @@ from .console import show, stop
 from .failures.processes import end_process_group
 from .launched import check_sharding, data_parallel_gpus
 from .layout import Layout
+
+
+class PlainOptimizer(AcceleratedOptimizer):
+    """Accelerate's (1.15.0), but its step does not search the disk for a package, nor zero_grad inspect a signature."""
+
+    def step(self, closure=None):
+        if self.gradient_state.sync_gradients:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, *args, **kwargs):
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(*args, **kwargs)
 
 
 class TrainingAccelerator(Accelerator):
@@ -69,7 +82,18 @@ class TrainingAccelerator(Accelerator):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
         with self.watch_backward(), self.around_backward():
-            super().backward(loss, **kwargs)
+            if self.gradient_accumulation_steps == 1 and self.scaler is None and not kwargs:
+                loss.backward()  # Accelerate (1.15.0) divides by 1, one more node of autograd
+            else:
+                super().backward(loss, **kwargs)
+
+    def accumulate(self, *models):
+        """As in Accelerate (1.15.0), whose generator takes longer."""
+        self._do_sync()
+        stack = contextlib.ExitStack()
+        for model in () if self.sync_gradients else models:
+            stack.enter_context(self.no_sync(model))
+        return stack
 
     def print(self, *words, **options):
         """As in Accelerate, but the run goes on if nobody reads what it prints, as in `python train.py | head -1`."""
@@ -96,6 +120,13 @@ class TrainingAccelerator(Accelerator):
 
                 fix_buckets(part)
         return model
+
+    def prepare_optimizer(self, optimizer, device_placement=None):
+        """As in Accelerate, but a PlainOptimizer if it has no GradScaler and is not Lomo, which steps in backward."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self.scaler is None and not self.has_lomo_optimizer:
+            prepared.__class__ = PlainOptimizer
+        return prepared
 
     def no_sync(self, model):
         """As in Accelerate, but FSDP, which would keep whole gradients, reduces them after each micro-batch."""

@@ -53,18 +53,26 @@ def handler(handed, kind):
     return found
 
 
-def test_accelerate_asks_only_once_whether_lomo_is_installed(monkeypatch):
-    """In each step otherwise, and it searches the disk."""
-    asked = []
-    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: bool(asked.append(None)))
-    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+def test_steps_and_zero_grad_search_for_no_package_and_inspect_no_signature(monkeypatch):
+    """As Accelerate's do: 8 % and 4 % of a step of mnist_mlp.py with batches of 64."""
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: pytest.fail("searched the disk"))
+    monkeypatch.setattr(accelerate.optimizer, "inspect", None)
+
+    class OldOptimizer(torch.optim.SGD):
+        def zero_grad(self):  # without set_to_none
+            super().zero_grad()
+
+    accelerator = make_accelerator(run_flags(gradient_accumulation_steps=2), cpu_threads=1)
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = accelerator.prepare(torch.optim.SGD([parameter], 0.1))
-    for _ in range(3):
-        parameter.grad = torch.ones(2)
-        optimizer.step()
-    assert parameter.tolist() == pytest.approx([0.7, 0.7])
-    assert len(asked) == 1
+    optimizer = accelerator.prepare(OldOptimizer([parameter], 0.1))
+    found = []
+    for _ in range(4):
+        with accelerator.accumulate(parameter):
+            accelerator.backward(parameter.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((parameter[0].item(), parameter.grad is None))
+    assert found == [(1.0, False), (pytest.approx(0.9), True), (pytest.approx(0.9), False), (pytest.approx(0.8), True)]
 
 
 def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
