@@ -98,8 +98,9 @@ def tree_threads(threads, monkeypatch):
         output.copy_(torch.cat(parts))
         return mock.Mock()
 
-    def all_gather_single(output, mine, group=None):
+    def all_gather_single(output, mine, group=None, async_op=False):
         output.copy_(torch.cat(exchange(mine, group)[0]))
+        return mock.Mock()
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(vp, "all_gather_single", all_gather_single)
@@ -300,7 +301,13 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
     accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(3)]
     gradients = vp.GradientSum(nn.ParameterList(parameters), accelerator)
     begun = []
-    gradients.tree.begin = lambda nodes: begun.append(nodes[0].value) or (lambda: 2 * begun.pop(0))
+
+    def stages(nodes):
+        begun.append(nodes[0].value)
+        yield from (None, None)
+        yield 2 * begun.pop(0)
+
+    gradients.tree.stages = stages
     for is_last in (False, True):
         accelerator.step += 1
         gradients.prepare()
@@ -317,7 +324,7 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
 def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
     accelerator, layer = OneRank(0, 2, 2), nn.Linear(2, 2)
     gradients = vp.GradientSum(layer, accelerator)
-    monkeypatch.setattr(gradients.tree, "begin", lambda nodes: lambda: None)
+    monkeypatch.setattr(gradients.tree, "stages", lambda nodes: iter([None] * 3))
     accelerator.step = 1
     gradients.prepare()
     x = torch.ones(1, 2, requires_grad=True)

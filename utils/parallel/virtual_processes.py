@@ -8,8 +8,8 @@ the order of one binary tree, whichever process computed them. For V = 8:
 
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
 sum each, 3 processes two. In the last micro-batch, each process receives one slice of all sums (all-to-all),
-completes the tree on its slice and sends the result to all (all-gather). If P divides V and both are powers of two,
-this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
+completes the tree on its slice and sends the result to all (all-gather), both during the backward pass. If P divides V
+and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
 much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded. Under HSDP, each replica does so with
@@ -22,7 +22,7 @@ workers; the tree makes it irrelevant which process computes them.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 BUCKET = 2**22  # gradients that are exchanged at a time
+LAG = 2  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -138,37 +139,39 @@ class TreeSum:
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
-        return self.begin(nodes)()
+        *_, total = self.stages(nodes)
+        return total
 
-    def begin(self, nodes: list[Node]) -> Callable[[], torch.Tensor]:
-        """Begin to send the nodes; the function that is returned waits for those of others, and gives the total."""
+    def stages(self, nodes: list[Node]) -> Iterator[torch.Tensor | None]:
+        """As `total`, but yield while the nodes are on their way, and while the sums are; the total comes last."""
         if self.world_size == 1:
-            return lambda: tree_total(nodes, torch.Tensor.add_)
-        length = len(nodes[0].value)
+            yield tree_total(nodes, torch.Tensor.add_)
+            return
+        values, length = [node.value for node in nodes], len(nodes[0].value)
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
-        sent = nodes[0].value
-        if len(nodes) > 1 or length != self.world_size * size:  # the slices in the order of the ranks that receive them
-            sent = sent.new_zeros(self.world_size, len(nodes), size)
-            for index, node in enumerate(nodes):
-                for rank, part in enumerate(node.value.split(size)):
-                    sent[rank, index, : len(part)] = part
+        if length != self.world_size * size:
+            values = [nn.functional.pad(value, (0, self.world_size * size - length)) for value in values]
+        sent = values[0]
+        if len(values) > 1:  # the slices in the order of the ranks that receive them
+            sent = torch.stack([value.view(self.world_size, size) for value in values], dim=1).flatten()
         counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
-        splits = [count * size for count in counts], [len(nodes) * size] * self.world_size  # received, sent
-        work = dist.all_to_all_single(received, sent.flatten(), *splits, group=self.group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-            leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
-            sums = []
-            for node in sorted(leaves, key=lambda node: node.start):
-                tree_push(sums, node, torch.Tensor.add_)
-            result = sent.new_empty(self.world_size * size)
-            all_gather_single(result, tree_total(sums, torch.Tensor.add_), group=self.group)
-            return result[:length]
-
-        return finish
+        splits = [count * size for count in counts], [len(values) * size] * self.world_size  # received, sent
+        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+        del nodes, values, sent  # free their memory
+        yield
+        work.wait()
+        expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
+        leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
+        sums = []
+        for node in sorted(leaves, key=lambda node: node.start):
+            tree_push(sums, node, torch.Tensor.add_)
+        total = received.new_empty(self.world_size * size)
+        work = all_gather_single(total, tree_total(sums, torch.Tensor.add_), group=self.group, async_op=True)
+        del received, leaves, sums, node
+        yield
+        work.wait()
+        yield total[:length]
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -199,7 +202,7 @@ class GradientSum:
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_slot = self.accelerator.layout.slots()[0]
-        self.exchanges = []  # functions that wait for the sum of a bucket, in their order
+        self.exchanges = []  # generators, one per bucket in their order
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
@@ -215,7 +218,7 @@ class GradientSum:
         for bucket in self.buckets[len(self.exchanges) :]:  # in the same order on all processes
             if not self.waiting.isdisjoint(reversed(bucket)):  # the last one to come first
                 break
-            self._exchange(bucket, self._take(bucket))
+            self._begin(bucket, self._take(bucket))
 
     def collect(self) -> None:
         """Call it after each backward pass. Collective in the last micro-batch of a step."""
@@ -229,10 +232,12 @@ class GradientSum:
             self.next_slot = current_slot(self.accelerator) + 1
             return
         for bucket in self.buckets[len(self.exchanges) :]:
-            self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
-        while self.exchanges:  # and free their memory
-            for parameter, gradient in self.exchanges.pop(0)().items():
-                parameter.grad = gradient
+            self._begin(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
+        for exchange in self.exchanges[-LAG:]:
+            next(exchange, None)
+        for exchange in self.exchanges:
+            for _ in exchange:
+                pass
         self._begin_step()
 
     def _take(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
@@ -253,23 +258,30 @@ class GradientSum:
             tree_push(nodes, Node(skipped, 1, {}), add_gradients)
         tree_push(nodes, Node(last, 1, gradients), add_gradients)
 
-    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> None:
-        """Begin to add up the gradients of a bucket. Collective."""
+    def _begin(self, bucket: list[nn.Parameter], gradients: dict) -> None:
+        """Begin to send the gradients of a bucket, and the sums of the bucket LAG before it. Collective."""
+        self.exchanges.append(self._exchange(bucket, gradients))
+        for exchange in self.exchanges[::-LAG][:2]:
+            next(exchange, None)
+
+    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> Iterator[torch.Tensor | None]:
+        """Leave the sum of the gradients of a bucket in `.grad`, in the stages of a TreeSum."""
         nodes = [node._replace(value={p: node.value.pop(p) for p in bucket if p in node.value}) for node in self.nodes]
         self._push(nodes, gradients)
         if self.tree.world_size == 1:
-            self.exchanges.append(lambda: tree_total(nodes, add_gradients))
-            return
-        used = {parameter for node in nodes for parameter in node.value}
-        total = self.tree.begin([node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes])
-
-        def finish() -> dict[nn.Parameter, torch.Tensor]:
-            values = total()
+            total = tree_total(nodes, add_gradients)
+        else:
+            used = {parameter for node in nodes for parameter in node.value}
+            vectors = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes]
+            stages = self.tree.stages(vectors)
+            del nodes, gradients, vectors  # free their memory
+            for values in stages:
+                yield values
             parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
             # Without those that no process has used: AdamW must skip them.
-            return {parameter: part for (parameter, part), count in parts if parameter in used or count}
-
-        self.exchanges.append(finish)
+            total = {parameter: part for (parameter, part), count in parts if parameter in used or count}
+        for parameter, gradient in total.items():
+            parameter.grad = gradient
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -286,11 +298,11 @@ def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.
     """The gradients of a bucket in one vector; at its end, for each parameter, whether it has one."""
     size = sum(parameter.numel() for parameter in bucket) + len(bucket)
     padded = math.ceil(size / world_size) * world_size
-    values = torch.zeros(padded, dtype=bucket[0].dtype, device=bucket[0].device)
+    values = bucket[0].new_empty(padded, requires_grad=False)
+    zero = values.new_zeros(())
     for number, (parameter, view) in enumerate(views(values, bucket).items()):
-        if parameter in gradients:
-            values[number - len(bucket)] = 1
-            view.copy_(gradients[parameter])
+        values[number - len(bucket)] = parameter in gradients
+        view.copy_(gradients.get(parameter, zero))
     return values
 
 
