@@ -294,18 +294,21 @@ def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
     assert not torch.equal(parameter.grad, (leaves[0] + leaves[1]) + (leaves[3] + second))
 
 
-@pytest.mark.parametrize("unused", [None, 0, 2])
-def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypatch):
+@pytest.mark.parametrize(("unused", "in_backward"), [(None, 6), (0, 4), (2, 1)])
+def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, in_backward, monkeypatch):
     """The last layer's gradients come first; where one does not come, the ones after it wait for the end."""
     monkeypatch.setattr(vp, "BUCKET", 1)
-    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(4)]
     gradients = vp.GradientSum(nn.ParameterList(parameters), accelerator)
-    begun = []
+    begun, works = [], []
 
     def stages(nodes):
-        begun.append(nodes[0].value)
-        yield from (None, None)
-        yield 2 * begun.pop(0)
+        number = len(works)
+        works.append(mock.Mock())
+        begun.append(f"gradients {number}")
+        yield
+        begun.append(f"sums {number}")
+        yield works[number], 2 * nodes[0].value
 
     gradients.tree.stages = stages
     for is_last in (False, True):
@@ -315,8 +318,11 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
         for number, parameter in enumerate(parameters):
             x = x * parameter if number != unused else x
         x.sum().backward()
-        assert len(begun) == is_last * {None: 3, 0: 2, 2: 0}[unused]
+        assert len(begun) == is_last * in_backward
         gradients.collect()
+    order = "gradients 0, gradients 1, gradients 2, sums 0, gradients 3, sums 1, sums 2, sums 3"
+    assert ", ".join(begun) == order  # on all processes, whichever gradients they have
+    assert all(work.wait.call_count == 1 for work in works)
     for number, parameter in enumerate(parameters):
         assert parameter.grad is None if number == unused else parameter.grad.tolist() == [4, 4]
 
@@ -324,7 +330,7 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
 def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
     accelerator, layer = OneRank(0, 2, 2), nn.Linear(2, 2)
     gradients = vp.GradientSum(layer, accelerator)
-    monkeypatch.setattr(gradients.tree, "stages", lambda nodes: iter([None] * 3))
+    monkeypatch.setattr(gradients.tree, "stages", lambda nodes: iter([None]))
     accelerator.step = 1
     gradients.prepare()
     x = torch.ones(1, 2, requires_grad=True)

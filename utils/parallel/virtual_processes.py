@@ -19,7 +19,6 @@ Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, whic
 workers; the tree makes it irrelevant which process computes them.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -139,14 +138,14 @@ class TreeSum:
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
-        *_, total = self.stages(nodes)
+        if self.world_size == 1:
+            return tree_total(nodes, torch.Tensor.add_)
+        _, (work, total) = self.stages(nodes)
+        work.wait()
         return total
 
-    def stages(self, nodes: list[Node]) -> Iterator[torch.Tensor | None]:
-        """As `total`, but yield while the nodes are on their way, and while the sums are; the total comes last."""
-        if self.world_size == 1:
-            yield tree_total(nodes, torch.Tensor.add_)
-            return
+    def stages(self, nodes: list[Node]) -> Iterator[tuple[dist.Work, torch.Tensor] | None]:
+        """Begin to send the nodes, and yield; then begin to send the sums, and yield that work and the total to be."""
         values, length = [node.value for node in nodes], len(nodes[0].value)
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
         if length != self.world_size * size:
@@ -161,17 +160,14 @@ class TreeSum:
         del nodes, values, sent  # free their memory
         yield
         work.wait()
-        expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-        leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
-        sums = []
-        for node in sorted(leaves, key=lambda node: node.start):
+        sums, parts = [], iter(received.split(size))
+        leaves = [node._replace(value=next(parts)) for nodes in self.nodes_of_ranks for node in nodes]
+        for node in sorted(leaves):  # no two have the same start
             tree_push(sums, node, torch.Tensor.add_)
         total = received.new_empty(self.world_size * size)
         work = all_gather_single(total, tree_total(sums, torch.Tensor.add_), group=self.group, async_op=True)
-        del received, leaves, sums, node
-        yield
-        work.wait()
-        yield total[:length]
+        del received, parts, leaves, sums, node
+        yield work, total[:length]
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -233,17 +229,13 @@ class GradientSum:
             return
         for bucket in self.buckets[len(self.exchanges) :]:
             self._begin(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
-        for exchange in self.exchanges[-LAG:]:
+        for exchange in self.exchanges[-LAG:] + self.exchanges:
             next(exchange, None)
-        for exchange in self.exchanges:
-            for _ in exchange:
-                pass
         self._begin_step()
 
     def _take(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Take the gradients of this backward pass from the parameters."""
-        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
+        gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad._version != self.versions.get(p)}
         if gradients and self.collected_at == self.accelerator.step:
             refuse_second_backward()
         refuse_old_gradients(not self.versions.keys().isdisjoint(gradients))
@@ -264,19 +256,20 @@ class GradientSum:
         for exchange in self.exchanges[::-LAG][:2]:
             next(exchange, None)
 
-    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> Iterator[torch.Tensor | None]:
-        """Leave the sum of the gradients of a bucket in `.grad`, in the stages of a TreeSum."""
+    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> Iterator:
+        """Leave the sum of the gradients of a bucket in `.grad`, after the stages of TreeSum."""
         nodes = [node._replace(value={p: node.value.pop(p) for p in bucket if p in node.value}) for node in self.nodes]
         self._push(nodes, gradients)
         if self.tree.world_size == 1:
             total = tree_total(nodes, add_gradients)
         else:
             used = {parameter for node in nodes for parameter in node.value}
-            vectors = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes]
-            stages = self.tree.stages(vectors)
-            del nodes, gradients, vectors  # free their memory
-            for values in stages:
-                yield values
+            stages = self.tree.stages([n._replace(value=flat(n.value, bucket, self.tree.world_size)) for n in nodes])
+            del nodes, gradients  # free their memory
+            for travelling in stages:
+                yield travelling
+            work, values = travelling
+            work.wait()
             parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
             # Without those that no process has used: AdamW must skip them.
             total = {parameter: part for (parameter, part), count in parts if parameter in used or count}
@@ -296,9 +289,8 @@ def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.Tensor:
     """The gradients of a bucket in one vector; at its end, for each parameter, whether it has one."""
-    size = sum(parameter.numel() for parameter in bucket) + len(bucket)
-    padded = math.ceil(size / world_size) * world_size
-    values = bucket[0].new_empty(padded, requires_grad=False)
+    size = sum(parameter.numel() + 1 for parameter in bucket)
+    values = bucket[0].new_empty(math.ceil(size / world_size) * world_size)
     zero = values.new_zeros(())
     for number, (parameter, view) in enumerate(views(values, bucket).items()):
         values[number - len(bucket)] = parameter in gradients
@@ -308,12 +300,9 @@ def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.
 
 def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """The gradients in a vector as from `flat`, with the strides of the parameters: fused steps need these."""
-    parts, start = {}, 0
-    for parameter in bucket:
-        part = values[start : start + parameter.numel()]
-        start += len(part)
-        parts[parameter] = part.as_strided(parameter.size(), parameter.stride())
-    return parts
+    sizes = [parameter.numel() for parameter in bucket]
+    parts = zip(bucket, values[: sum(sizes)].split(sizes), strict=True)
+    return {parameter: part.as_strided(parameter.size(), parameter.stride()) for parameter, part in parts}
 
 
 class ShardSum:
@@ -454,28 +443,12 @@ def sum_gradients_by_tree(
             )
         if accelerator.device.type == "cpu":
             unfuse(optimizer)
-    sums = []
+    accelerator.gradient_sums = []
     for model in models:
         model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
         if any(parameter.requires_grad for parameter in model.parameters()):
             is_sharded = accelerator.num_processes > 1 and isinstance(model, FSDPModule)
-            sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, accelerator))
-    accumulation = accelerator.gradient_accumulation_steps
-
-    @contextlib.contextmanager
-    def collect_gradients():
-        # accelerator.backward would divide by the accumulation steps of this process.
-        accelerator.gradient_accumulation_steps = 1
-        for gradient_sum in sums:
-            gradient_sum.prepare()
-        try:
-            yield
-        finally:
-            accelerator.gradient_accumulation_steps = accumulation
-        for gradient_sum in sums:
-            gradient_sum.collect()
-
-    accelerator.around_backward = collect_gradients
+            accelerator.gradient_sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, accelerator))
 
 
 def unfuse(optimizer: Optimizer) -> None:
