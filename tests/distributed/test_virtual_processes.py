@@ -340,6 +340,15 @@ def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
         x.sum().backward()
 
 
+def test_a_gradient_that_is_missing_is_sent_as_zeros_and_marked(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size: torch.full((size,), math.nan))
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
+    values = vp.flat({second: torch.arange(4.0).view(2, 2)}, [first, second], world_size=2)
+    assert len(values) == 10
+    assert values[:7].tolist() == [0, 0, 0, 0, 1, 2, 3]
+    assert values[-2:].tolist() == [0, 1]
+
+
 def test_sparse_gradients_are_explained():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 3])).sum().backward()
