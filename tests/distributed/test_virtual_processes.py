@@ -90,17 +90,20 @@ def tree_threads(threads, monkeypatch):
         everyone = threads.exchange(mine)
         return [everyone[rank] for rank in ranks], ranks.index(threads.here.rank)
 
+    def arrive(output, parts, async_op):
+        """With async_op, nothing is there before `wait`."""
+        work = SimpleNamespace(wait=lambda: output.copy_(torch.cat(parts)))
+        return work if async_op else work.wait()
+
     def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         sizes = input_split_sizes or len(sent) // len(group or threads.rounds)
-        splits, place = exchange(sent.split(sizes), group)
+        splits, place = exchange(sent.clone().split(sizes), group)
         parts = [split[place] for split in splits]
         assert output_split_sizes in (None, [len(part) for part in parts])
-        output.copy_(torch.cat(parts))
-        return mock.Mock()
+        return arrive(output, parts, async_op)
 
     def all_gather_single(output, mine, group=None, async_op=False):
-        output.copy_(torch.cat(exchange(mine, group)[0]))
-        return mock.Mock()
+        return arrive(output, exchange(mine.clone(), group)[0], async_op)
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(vp, "all_gather_single", all_gather_single)
