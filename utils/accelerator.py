@@ -7,6 +7,7 @@ import os
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from torch import distributed
 
@@ -14,6 +15,18 @@ from .console import show, stop
 from .failures.processes import end_process_group
 from .launched import check_sharding, data_parallel_gpus
 from .layout import Layout
+
+
+class PlainOptimizer(AcceleratedOptimizer):
+    """Accelerate's (1.15.0), but its step does not search the disk for a package, nor zero_grad inspect a signature."""
+
+    def step(self, closure=None):
+        if self.gradient_state.sync_gradients:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, *args, **kwargs):
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(*args, **kwargs)
 
 
 class TrainingAccelerator(Accelerator):
@@ -33,8 +46,8 @@ class TrainingAccelerator(Accelerator):
             super().__init__(*args, **kwargs)
         self.norms = collections.deque(maxlen=10_000)  # (step, norm) of clipped gradients since the last log line
         self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)  # 1 as soon as one is not finite
-        self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
-        self.watch_backward = contextlib.nullcontext  # another one around it, of the run's StepRule
+        self.watch_backward = contextlib.nullcontext  # returns the context manager of every backward pass
+        self.gradient_sums = []  # of the models, with virtual processes
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
@@ -66,10 +79,25 @@ class TrainingAccelerator(Accelerator):
         return mesh
 
     def backward(self, loss, **kwargs):
-        if self.is_fsdp2 and kwargs.get("inputs") is not None:
+        if kwargs.get("inputs") is not None and self.is_fsdp2:
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
-        with self.watch_backward(), self.around_backward():
-            super().backward(loss, **kwargs)
+        with self.watch_backward():
+            for gradient_sum in self.gradient_sums:
+                gradient_sum.prepare()
+            # Accelerate (1.15.0) also divides by 1, which is one more node of autograd.
+            if self.gradient_accumulation_steps > 1 and not self.layout.virtual_processes:
+                loss = loss / self.gradient_accumulation_steps
+            (self.scaler.scale(loss) if self.scaler else loss).backward(**kwargs)
+            for gradient_sum in self.gradient_sums:
+                gradient_sum.collect()
+
+    def accumulate(self, *models):
+        """As in Accelerate (1.15.0), whose generator takes 10 us; FSDP, which would keep whole gradients, reduces."""
+        self._do_sync()
+        stack = contextlib.ExitStack()
+        for model in models if not self.sync_gradients and (self.whole_gradients or not self.is_fsdp2) else ():
+            stack.enter_context(self.no_sync(model))
+        return stack
 
     def print(self, *words, **options):
         """As in Accelerate, but the run goes on if nobody reads what it prints, as in `python train.py | head -1`."""
@@ -97,11 +125,12 @@ class TrainingAccelerator(Accelerator):
                 fix_buckets(part)
         return model
 
-    def no_sync(self, model):
-        """As in Accelerate, but FSDP, which would keep whole gradients, reduces them after each micro-batch."""
-        if self.is_fsdp2 and not self.whole_gradients:
-            return contextlib.nullcontext()
-        return super().no_sync(model)
+    def prepare_optimizer(self, optimizer, device_placement=None):
+        """As in Accelerate, but a PlainOptimizer unless there is a GradScaler."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self.scaler is None:
+            prepared.__class__ = PlainOptimizer
+        return prepared
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """As in Accelerate, also of a part of the parameters, sharded or with a GradScaler. Collective.

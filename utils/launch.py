@@ -4,14 +4,12 @@ import argparse
 import atexit
 import contextlib
 import datetime
-import functools
 import gc
 import os
 import sys
 import time
 from pathlib import Path
 
-import accelerate.optimizer
 import psutil
 import torch
 from accelerate.utils import (
@@ -143,10 +141,6 @@ def install_error_hooks(args: argparse.Namespace) -> None:
 
     follow_launcher()
     explain_errors(to_continue)
-    # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
-    # with batches of 64.
-    if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
-        accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         bind_gloo_to_the_route()
 

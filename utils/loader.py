@@ -66,7 +66,7 @@ class Batch(MicroBatch):
             )
         losses = self.counted(losses)
         if self.weights is None:
-            return losses.sum() * (self.grad_divisor / self._step_samples)
+            return losses.dot(torch.full_like(losses, self.grad_divisor / self._step_samples))  # one node of autograd
         # The sum may overflow the dtype of the weights.
         shares = self.counted(self.weights).to(self.step_weight.dtype) / self.step_weight
         return (losses * shares.to(losses.dtype)).sum() * self.grad_divisor

@@ -57,28 +57,23 @@ class Metrics:
         """
         for name in RESERVED & values.keys():
             raise ValueError(f"a metric cannot be named {name}: the names {', '.join(sorted(RESERVED))} are taken")
-        loss_weights = batch.weights if weights is None else weights
-        columns = {} if weights is None else {"weights": weights}
+        rows, indices = [], batch.counted(batch.indices)
         for name, value in values.items():
             value = torch.as_tensor(value, device=self.accelerator.device).detach()
-            columns[f"metric {name}"] = value.expand(len(batch)) if value.ndim == 0 else value
-        for name, column in columns.items():
-            if column.shape != batch.indices.shape:
-                raise ValueError(
-                    f"{name} of shape {tuple(column.shape)} for {len(batch)} samples: needs one value per sample, "
-                    f"shape ({len(batch)},)"
-                )
-        indices = batch.counted(batch.indices)
-        count = len(indices)
-        for name in values:
+            value = value.expand(len(batch)) if value.ndim == 0 else value
+            weight = batch.weights if weights is None and is_loss(name) else weights
+            for column in (value, weight):
+                if column is not None and column.shape != batch.indices.shape:
+                    raise ValueError(
+                        f"{f'metric {name}' if column is value else 'weights'} of shape {tuple(column.shape)} for "
+                        f"{len(batch)} samples: needs one value per sample, shape ({len(batch)},)"
+                    )
             if self.last_batches.get(name) is batch.indices:
                 raise ValueError(f"metric {name} is added twice for one batch")
-            self.last_batches[name] = batch.indices
-            if count > 0:  # not a stand-in
-                weight = loss_weights if is_loss(name) else weights
-                self.rows.append((columns[f"metric {name}"], weight, indices, (name, step)))
-        if batch.indices is not self.last_indices:
-            self.samples += count
+            rows.append((value, weight, indices, (name, step)))
+        self.last_batches |= dict.fromkeys(values, batch.indices)
+        self.rows += [] if batch.is_stand_in else rows
+        self.samples += len(indices) if batch.indices is not self.last_indices else 0
         self.last_indices = batch.indices
         if len(self.rows) >= MOST_ROWS:
             self._add_up()
@@ -87,8 +82,7 @@ class Metrics:
         """Add up each row, many at a time, without waiting for the device."""
         rows_by_kind: dict[tuple, list] = {}
         for row in self.rows:
-            values, weights, *_ = row
-            kind = values.shape, values.dtype, None if weights is None else weights.dtype
+            kind = row[0].shape, row[0].dtype, getattr(row[1], "dtype", None)
             rows_by_kind.setdefault(kind, []).append(row)
         self.rows = []
         for rows in rows_by_kind.values():
@@ -113,10 +107,8 @@ class Metrics:
         """
         sums, samples = self._over_processes()
         self._begin({"samples": 0, "sums": {}})
-        means = {}
-        for name, pair in sums.items():
-            total, weight = map(math.fsum, pair)
-            means[name] = total / weight if weight else math.nan
+        pairs = {name: [*map(math.fsum, pair)] for name, pair in sums.items()}
+        means = {name: total / weight if weight else math.nan for name, (total, weight) in pairs.items()}
         return means | {"samples": samples}
 
     def state(self) -> dict:

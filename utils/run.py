@@ -232,9 +232,7 @@ class Run:
             return
         batches = self.progress.timed(loader.epoch(epoch, self.step - epoch * self.steps_per_epoch))
         for first in batches:
-            rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
-            names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]
-            self.learning_rates = dict(zip(names, rates.values(), strict=True))
+            self.rates = [float(optimizer.param_groups[0]["lr"]) for optimizer in self.checkpoints.optimizers.values()]
             yield itertools.chain([first], itertools.islice(batches, loader.sampler.accumulation - 1))
             self._step_done(epoch)
             if self.step == self.total_steps:
@@ -278,7 +276,9 @@ class Run:
             means = self.metrics.reduce()  # stops if a loss is not finite, with its samples
             self.accelerator.check_norms()
             del means["samples"]
-            self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
+            names = ["lr"] if len(self.rates) == 1 else [f"{name}_lr" for name in self.checkpoints.optimizers]
+            rates = dict(zip(names, self.rates, strict=True))
+            self.log("train", epoch, **means, **rates, **self.progress.since_last_line())
         # A run resumed at the end of an epoch begins with the test, so even a checkpoint saved after that test must
         # not hold its result.
         self.run_state = {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}

@@ -90,16 +90,20 @@ def tree_threads(threads, monkeypatch):
         everyone = threads.exchange(mine)
         return [everyone[rank] for rank in ranks], ranks.index(threads.here.rank)
 
+    def arrive(output, parts, async_op):
+        """With async_op, nothing is there before `wait`."""
+        work = SimpleNamespace(wait=lambda: output.copy_(torch.cat(parts)))
+        return work if async_op else work.wait()
+
     def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         sizes = input_split_sizes or len(sent) // len(group or threads.rounds)
-        splits, place = exchange(sent.split(sizes), group)
+        splits, place = exchange(sent.clone().split(sizes), group)
         parts = [split[place] for split in splits]
         assert output_split_sizes in (None, [len(part) for part in parts])
-        output.copy_(torch.cat(parts))
-        return mock.Mock()
+        return arrive(output, parts, async_op)
 
-    def all_gather_single(output, mine, group=None):
-        output.copy_(torch.cat(exchange(mine, group)[0]))
+    def all_gather_single(output, mine, group=None, async_op=False):
+        return arrive(output, exchange(mine.clone(), group)[0], async_op)
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(vp, "all_gather_single", all_gather_single)
@@ -293,14 +297,23 @@ def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
     assert not torch.equal(parameter.grad, (leaves[0] + leaves[1]) + (leaves[3] + second))
 
 
-@pytest.mark.parametrize("unused", [None, 0, 2])
-def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypatch):
+@pytest.mark.parametrize(("unused", "in_backward"), [(None, 6), (0, 4), (2, 1)])
+def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, in_backward, monkeypatch):
     """The last layer's gradients come first; where one does not come, the ones after it wait for the end."""
     monkeypatch.setattr(vp, "BUCKET", 1)
-    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(4)]
     gradients = vp.GradientSum(nn.ParameterList(parameters), accelerator)
-    begun = []
-    gradients.tree.begin = lambda nodes: begun.append(nodes[0].value) or (lambda: 2 * begun.pop(0))
+    begun, works = [], []
+
+    def stages(nodes):
+        number = len(works)
+        works.append(mock.Mock())
+        begun.append(f"gradients {number}")
+        yield
+        begun.append(f"sums {number}")
+        yield works[number], 2 * nodes[0].value
+
+    gradients.tree.stages = stages
     for is_last in (False, True):
         accelerator.step += 1
         gradients.prepare()
@@ -308,8 +321,11 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
         for number, parameter in enumerate(parameters):
             x = x * parameter if number != unused else x
         x.sum().backward()
-        assert len(begun) == is_last * {None: 3, 0: 2, 2: 0}[unused]
+        assert len(begun) == is_last * in_backward
         gradients.collect()
+    order = "gradients 0, gradients 1, gradients 2, sums 0, gradients 3, sums 1, sums 2, sums 3"
+    assert ", ".join(begun) == order  # on all processes, whichever gradients they have
+    assert all(work.wait.call_count == 1 for work in works)
     for number, parameter in enumerate(parameters):
         assert parameter.grad is None if number == unused else parameter.grad.tolist() == [4, 4]
 
@@ -317,7 +333,7 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypa
 def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
     accelerator, layer = OneRank(0, 2, 2), nn.Linear(2, 2)
     gradients = vp.GradientSum(layer, accelerator)
-    monkeypatch.setattr(gradients.tree, "begin", lambda nodes: lambda: None)
+    monkeypatch.setattr(gradients.tree, "stages", lambda nodes: iter([None]))
     accelerator.step = 1
     gradients.prepare()
     x = torch.ones(1, 2, requires_grad=True)
@@ -325,6 +341,15 @@ def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
         x = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="in two parts"):
         x.sum().backward()
+
+
+def test_a_gradient_that_is_missing_is_sent_as_zeros_and_marked(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size: torch.full((size,), math.nan))
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
+    values = vp.flat({second: torch.arange(4.0).view(2, 2)}, [first, second], world_size=2)
+    assert len(values) == 10
+    assert values[:7].tolist() == [0, 0, 0, 0, 1, 2, 3]
+    assert values[-2:].tolist() == [0, 1]
 
 
 def test_sparse_gradients_are_explained():

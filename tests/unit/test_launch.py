@@ -19,6 +19,7 @@ from utils import banner, launch, trackers
 from utils.accelerator import TrainingAccelerator
 from utils.launch import make_accelerator
 from utils.launched import resume_command, share_of_cores
+from utils.parallel.virtual_processes import sum_gradients_by_tree
 
 
 def run_flags(**flags):
@@ -48,6 +49,28 @@ def handed_over(monkeypatch):
 def handler(handed, kind):
     (found,) = [each for each in handed["kwargs_handlers"] if isinstance(each, kind)]
     return found
+
+
+def test_steps_and_zero_grad_search_for_no_package_and_inspect_no_signature(monkeypatch):
+    """As Accelerate's do: 8 % and 4 % of a step of mnist_mlp.py with batches of 64."""
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: pytest.fail("searched the disk"))
+    monkeypatch.setattr(accelerate.optimizer, "inspect", None)
+
+    class OldOptimizer(torch.optim.SGD):
+        def zero_grad(self):  # without set_to_none
+            super().zero_grad()
+
+    accelerator = make_accelerator(run_flags(gradient_accumulation_steps=2), cpu_threads=1)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(OldOptimizer([parameter], 0.1))
+    found = []
+    for _ in range(4):
+        with accelerator.accumulate(parameter):
+            accelerator.backward(parameter.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((parameter[0].item(), parameter.grad is None))
+    assert found == [(1.0, False), (pytest.approx(0.9), True), (pytest.approx(0.9), False), (pytest.approx(0.8), True)]
 
 
 def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
@@ -197,6 +220,38 @@ def test_virtual_processes_set_the_threads_and_the_micro_batches():
     assert torch.get_num_threads() == 2
 
 
+def test_virtual_processes_add_gradients_undivided_to_none_of_the_last_step(capsys):
+    accelerator = make_accelerator(run_flags(virtual_processes=2), cpu_threads=1)
+    model = accelerator.prepare(nn.Linear(2, 1, bias=False))
+    sum_gradients_by_tree(accelerator, [model])
+
+    def backward():
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+
+    backward()
+    backward()
+    assert model.weight.grad.tolist() == [[2, 2]]
+    with pytest.raises(SystemExit):
+        backward()
+    assert "call zero_grad after each optimizer.step()" in capsys.readouterr().err
+
+
+def test_a_gradient_scaler_scales_the_loss_and_skips_a_step():
+    accelerator = make_accelerator(run_flags(gradient_accumulation_steps=2), cpu_threads=1)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], 0.1))
+    for loss_factor, weight in ((1, 0.9), (math.inf, 0.9)):
+        for gradient in (8 * loss_factor, 16 * loss_factor):
+            with accelerator.accumulate(parameter):
+                accelerator.backward(parameter.sum() * loss_factor)
+                assert parameter.grad.item() == gradient
+                optimizer.step()
+        assert parameter.item() == pytest.approx(weight)
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_fsdp_reduces_the_gradients_of_each_micro_batch_or_once_per_step(monkeypatch, whole):
     flags = run_flags(gradient_accumulation_steps=3, batch_size=8, whole_gradients=whole)
@@ -207,7 +262,7 @@ def test_fsdp_reduces_the_gradients_of_each_micro_batch_or_once_per_step(monkeyp
         with accelerator.accumulate(model):
             reduces.append("backward")
     skipped = [False, "backward", True]
-    assert reduces == [*skipped, *skipped, "backward"] if whole else ["backward"] * 3
+    assert reduces == ([*skipped, *skipped, "backward"] if whole else ["backward"] * 3)
 
 
 CORES = [({}, None, 8), ({0, 1, 2}, "max 100000", 3), ({}, "250000 100000", 2), ({}, "5 10", 1)]

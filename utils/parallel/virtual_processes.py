@@ -8,8 +8,8 @@ the order of one binary tree, whichever process computed them. For V = 8:
 
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
 sum each, 3 processes two. In the last micro-batch, each process receives one slice of all sums (all-to-all),
-completes the tree on its slice and sends the result to all (all-gather). If P divides V and both are powers of two,
-this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
+completes the tree on its slice and sends the result to all (all-gather), both during the backward pass. If P divides V
+and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
 much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded. Under HSDP, each replica does so with
@@ -19,10 +19,9 @@ Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, whic
 workers; the tree makes it irrelevant which process computes them.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 BUCKET = 2**22  # gradients that are exchanged at a time
+LAG = 2  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -138,37 +138,36 @@ class TreeSum:
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
-        return self.begin(nodes)()
-
-    def begin(self, nodes: list[Node]) -> Callable[[], torch.Tensor]:
-        """Begin to send the nodes; the function that is returned waits for those of others, and gives the total."""
         if self.world_size == 1:
-            return lambda: tree_total(nodes, torch.Tensor.add_)
-        length = len(nodes[0].value)
+            return tree_total(nodes, torch.Tensor.add_)
+        _, (work, total) = self.stages(nodes)
+        work.wait()
+        return total
+
+    def stages(self, nodes: list[Node]) -> Iterator[tuple[dist.Work, torch.Tensor] | None]:
+        """Begin to send the nodes, and yield; then begin to send the sums, and yield that work and the total to be."""
+        values, length = [node.value for node in nodes], len(nodes[0].value)
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
-        sent = nodes[0].value
-        if len(nodes) > 1 or length != self.world_size * size:  # the slices in the order of the ranks that receive them
-            sent = sent.new_zeros(self.world_size, len(nodes), size)
-            for index, node in enumerate(nodes):
-                for rank, part in enumerate(node.value.split(size)):
-                    sent[rank, index, : len(part)] = part
+        if length != self.world_size * size:
+            values = [nn.functional.pad(value, (0, self.world_size * size - length)) for value in values]
+        sent = values[0]
+        if len(values) > 1:  # the slices in the order of the ranks that receive them
+            sent = torch.stack([value.view(self.world_size, size) for value in values], dim=1).flatten()
         counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
-        splits = [count * size for count in counts], [len(nodes) * size] * self.world_size  # received, sent
-        work = dist.all_to_all_single(received, sent.flatten(), *splits, group=self.group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-            leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
-            sums = []
-            for node in sorted(leaves, key=lambda node: node.start):
-                tree_push(sums, node, torch.Tensor.add_)
-            result = sent.new_empty(self.world_size * size)
-            all_gather_single(result, tree_total(sums, torch.Tensor.add_), group=self.group)
-            return result[:length]
-
-        return finish
+        splits = [count * size for count in counts], [len(values) * size] * self.world_size  # received, sent
+        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+        del nodes, values, sent  # free their memory
+        yield
+        work.wait()
+        sums, parts = [], iter(received.split(size))
+        leaves = [node._replace(value=next(parts)) for nodes in self.nodes_of_ranks for node in nodes]
+        for node in sorted(leaves):  # no two have the same start
+            tree_push(sums, node, torch.Tensor.add_)
+        total = received.new_empty(self.world_size * size)
+        work = all_gather_single(total, tree_total(sums, torch.Tensor.add_), group=self.group, async_op=True)
+        del received, parts, leaves, sums, node
+        yield work, total[:length]
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -199,7 +198,7 @@ class GradientSum:
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_slot = self.accelerator.layout.slots()[0]
-        self.exchanges = []  # functions that wait for the sum of a bucket, in their order
+        self.exchanges = []  # generators, one per bucket in their order
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
@@ -215,7 +214,7 @@ class GradientSum:
         for bucket in self.buckets[len(self.exchanges) :]:  # in the same order on all processes
             if not self.waiting.isdisjoint(reversed(bucket)):  # the last one to come first
                 break
-            self._exchange(bucket, self._take(bucket))
+            self._begin(bucket, self._take(bucket))
 
     def collect(self) -> None:
         """Call it after each backward pass. Collective in the last micro-batch of a step."""
@@ -229,16 +228,14 @@ class GradientSum:
             self.next_slot = current_slot(self.accelerator) + 1
             return
         for bucket in self.buckets[len(self.exchanges) :]:
-            self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
-        while self.exchanges:  # and free their memory
-            for parameter, gradient in self.exchanges.pop(0)().items():
-                parameter.grad = gradient
+            self._begin(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
+        for exchange in self.exchanges[-LAG:] + self.exchanges:
+            next(exchange, None)
         self._begin_step()
 
     def _take(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Take the gradients of this backward pass from the parameters."""
-        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
+        gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad._version != self.versions.get(p)}
         if gradients and self.collected_at == self.accelerator.step:
             refuse_second_backward()
         refuse_old_gradients(not self.versions.keys().isdisjoint(gradients))
@@ -253,23 +250,31 @@ class GradientSum:
             tree_push(nodes, Node(skipped, 1, {}), add_gradients)
         tree_push(nodes, Node(last, 1, gradients), add_gradients)
 
-    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> None:
-        """Begin to add up the gradients of a bucket. Collective."""
+    def _begin(self, bucket: list[nn.Parameter], gradients: dict) -> None:
+        """Begin to send the gradients of a bucket, and the sums of the bucket LAG before it. Collective."""
+        self.exchanges.append(self._exchange(bucket, gradients))
+        for exchange in self.exchanges[::-LAG][:2]:
+            next(exchange, None)
+
+    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> Iterator:
+        """Leave the sum of the gradients of a bucket in `.grad`, after the stages of TreeSum."""
         nodes = [node._replace(value={p: node.value.pop(p) for p in bucket if p in node.value}) for node in self.nodes]
         self._push(nodes, gradients)
         if self.tree.world_size == 1:
-            self.exchanges.append(lambda: tree_total(nodes, add_gradients))
-            return
-        used = {parameter for node in nodes for parameter in node.value}
-        total = self.tree.begin([node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes])
-
-        def finish() -> dict[nn.Parameter, torch.Tensor]:
-            values = total()
+            total = tree_total(nodes, add_gradients)
+        else:
+            used = {parameter for node in nodes for parameter in node.value}
+            stages = self.tree.stages([n._replace(value=flat(n.value, bucket, self.tree.world_size)) for n in nodes])
+            del nodes, gradients  # free their memory
+            for travelling in stages:
+                yield travelling
+            work, values = travelling
+            work.wait()
             parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
             # Without those that no process has used: AdamW must skip them.
-            return {parameter: part for (parameter, part), count in parts if parameter in used or count}
-
-        self.exchanges.append(finish)
+            total = {parameter: part for (parameter, part), count in parts if parameter in used or count}
+        for parameter, gradient in total.items():
+            parameter.grad = gradient
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -284,24 +289,20 @@ def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.Tensor:
     """The gradients of a bucket in one vector; at its end, for each parameter, whether it has one."""
-    size = sum(parameter.numel() for parameter in bucket) + len(bucket)
-    padded = math.ceil(size / world_size) * world_size
-    values = torch.zeros(padded, dtype=bucket[0].dtype, device=bucket[0].device)
+    size = sum(parameter.numel() + 1 for parameter in bucket)
+    values = bucket[0].new_empty(math.ceil(size / world_size) * world_size)
+    zero = values.new_zeros(())
     for number, (parameter, view) in enumerate(views(values, bucket).items()):
-        if parameter in gradients:
-            values[number - len(bucket)] = 1
-            view.copy_(gradients[parameter])
+        values[number - len(bucket)] = parameter in gradients
+        view.copy_(gradients.get(parameter, zero))
     return values
 
 
 def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """The gradients in a vector as from `flat`, with the strides of the parameters: fused steps need these."""
-    parts, start = {}, 0
-    for parameter in bucket:
-        part = values[start : start + parameter.numel()]
-        start += len(part)
-        parts[parameter] = part.as_strided(parameter.size(), parameter.stride())
-    return parts
+    sizes = [parameter.numel() for parameter in bucket]
+    parts = zip(bucket, values[: sum(sizes)].split(sizes), strict=True)
+    return {parameter: part.as_strided(parameter.size(), parameter.stride()) for parameter, part in parts}
 
 
 class ShardSum:
@@ -442,28 +443,12 @@ def sum_gradients_by_tree(
             )
         if accelerator.device.type == "cpu":
             unfuse(optimizer)
-    sums = []
+    accelerator.gradient_sums = []
     for model in models:
         model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
         if any(parameter.requires_grad for parameter in model.parameters()):
             is_sharded = accelerator.num_processes > 1 and isinstance(model, FSDPModule)
-            sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, accelerator))
-    accumulation = accelerator.gradient_accumulation_steps
-
-    @contextlib.contextmanager
-    def collect_gradients():
-        # accelerator.backward would divide by the accumulation steps of this process.
-        accelerator.gradient_accumulation_steps = 1
-        for gradient_sum in sums:
-            gradient_sum.prepare()
-        try:
-            yield
-        finally:
-            accelerator.gradient_accumulation_steps = accumulation
-        for gradient_sum in sums:
-            gradient_sum.collect()
-
-    accelerator.around_backward = collect_gradients
+            accelerator.gradient_sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, accelerator))
 
 
 def unfuse(optimizer: Optimizer) -> None:
