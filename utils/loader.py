@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -136,7 +136,12 @@ class GlobalLoader:
         accumulation: int | None = None,
         drop_last: bool = False,
     ):
-        check_dataset(dataset)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            stop(
+                f"a {type(dataset).__name__} has no indices, so its order can neither be the same on any number of "
+                "processes nor be resumed: use a map-style dataset, such as list(dataset) or "
+                "datasets.Dataset.from_generator"
+            )
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
         layout = accelerator.layout
@@ -287,19 +292,3 @@ def gives_its_tensors(dataset) -> bool:
     """Whether the items are slices of `dataset.tensors`: a TensorDataset, not a subclass that changes the items."""
     is_plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
     return is_plain and not hasattr(dataset, "__getitems__") and not hasattr(dataset, "set_epoch")
-
-
-def check_dataset(dataset) -> None:
-    """Stop if `dataset` is not map-style or has no items."""
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        stop(
-            f"the dataset is a {kind}, which has no indices: its order could be neither reproduced on a different "
-            "process count nor resumed; use a map-style dataset (__len__ and __getitem__), for instance "
-            "list(dataset) or datasets.Dataset.from_generator"
-        )
-    if isinstance(dataset, Mapping):
-        names = ", ".join(map(str, itertools.islice(dataset, 5)))
-        stop(f"the dataset is a {kind} with {names or 'nothing in it'}: pass one of its splits, such as data['train']")
-    if len(dataset) == 0:
-        stop(f"the dataset, a {kind}, has no items")

@@ -238,22 +238,18 @@ class Checkpoints:
         newest = self._read_newest()
         if newest is None:
             return 0, {}
-        path, manifest, files = newest
+        manifest, files = newest
         saved = manifest["must_match"]
         for name in saved["models"]:  # with the layers that it got since its first step
             saved["models"][name] = {n: type_and_shape(t) for n, t in files[f"{name}.safetensors"].items()}
         self._check_fits(saved, manifest["step"])
         for name, entry in self.entries.items():
-            try:
-                entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
-            except Exception as error:  # a different version of torch, or of a class in the script
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                stop(f"{name} in {path} cannot be loaded ({reason}): remove it to go on from the one before it")
+            entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
         self.saved_step = manifest["step"]
         return manifest["step"], manifest["extra"]
 
-    def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
-        """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
+    def _read_newest(self) -> tuple[dict, SavedFiles] | None:
+        """The manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
         Rank 0 finds it. All processes read exactly that one, or stop.
         """
@@ -276,7 +272,7 @@ class Checkpoints:
         for rank, reason in enumerate(gather_object([problem])):
             if reason:
                 stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-        return path, manifest, files
+        return manifest, files
 
     def _find_newest(self) -> tuple[str, dict] | None:
         """The name and manifest of the newest intact checkpoint; others get a warning, and another name."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from ..agree import compare
+from ..agree import compare, same_on_all
 from ..console import show, stop
 from .shards import is_sharded, local_rows, plain_name
 
@@ -78,17 +78,14 @@ def check_prepared(accelerator: Accelerator, checkpoints, is_meant: bool = False
     for owner, optimizer in {**checkpoints.optimizers, **{type(part).__name__: part for part in parts}}.items():
         for parameter in itertools.chain(*(group["params"] for group in getattr(optimizer, "param_groups", []))):
             name = checkpoints.names.get(id(parameter), "a parameter")
-            is_trained[name] = parameter.requires_grad
+            is_trained[f"{name}.requires_grad"] = parameter.requires_grad
             if parameter.requires_grad and id(parameter) not in known:
                 stop(
                     f"{owner} trains {name} of shape {tuple(parameter.shape)}, which no model from accelerator.prepare "
                     "has, so processes would not average its gradient: make it a parameter of the model, or give "
                     "prepare the optimizer and the module that has it, too"
                 )
-    _, ranks, differing = compare(is_trained)
-    for name, (on_other, _) in differing.items():
-        trains, freezes = ranks if on_other else ranks[::-1]
-        stop(f"{name} is trained on {trains}, and frozen or missing on {freezes}: freeze the same parameters on all")
+    same_on_all(is_trained)  # otherwise they would wait for each other's gradients
     saved = {id(parameter) for model in checkpoints.models.values() for parameter in model.parameters()}
     objects = {name: checkpoints.entries[name].save()[0] or {} for name in checkpoints.objects}
     copies = bits_of(accelerator, {(name, key): t for name in objects for key, t in objects[name].items()})
