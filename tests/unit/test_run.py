@@ -450,8 +450,8 @@ class DrawingInTheLoop:
         test_loader = GlobalLoader(data(7), 3, accelerator)
         run.start(train_loader, test_loader, 8, checkpoint={})
         for epoch in run.epochs():
-            steps = run.steps(train_loader, epoch) if self.in_steps else zip(run.batches(train_loader, epoch))
-            for batches in steps:
+            steps = map(run.seeded, run.steps(train_loader, epoch))
+            for batches in steps if self.in_steps else zip(run.batches(train_loader, epoch)):
                 for _ in batches:
                     with accelerator.accumulate(nn.Identity()):
                         self.draw()
@@ -471,6 +471,48 @@ def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_d
     assert first.drawn == second.drawn == steps.drawn
     # 4 steps, 3 batches of a test and its end in each of 2 epochs; each micro-batch draws numbers of its own.
     assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [expected] * 3
+
+
+def test_a_loop_that_leaves_a_test_early_draws_the_same_afterwards(start):
+    drawn = {True: [], False: []}
+
+    def main(args, breaks):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        run = Run(accelerator, args)
+        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        test_loader = GlobalLoader(data(7), 3, accelerator)
+        run.start(train_loader, test_loader, 8, checkpoint={})
+        for epoch in run.epochs():
+            for batches in run.steps(train_loader, epoch):
+                for _ in run.test_batches(test_loader) if breaks else ():
+                    break
+                for _ in run.seeded(batches):
+                    drawn[breaks].append(torch.rand(()).item())
+        run.finish()
+
+    for breaks in drawn:
+        assert start(main, str(breaks), {"breaks": breaks}) is None
+    assert drawn[True] == drawn[False]
+    assert len(set(drawn[True])) == 8
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
+    def main(args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        model = accelerator.prepare(nn.Linear(3, 1))
+        run.start(loader, None, 4, checkpoint={"model": model})
+        for epoch in run.epochs():
+            for batches in run.steps(loader, epoch):
+                for batch in run.seeded(batches) if is_seeded else batches:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
+        run.finish()
+
+    assert start(main, gradient_accumulation_steps=2) is None
+    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not is_seeded
 
 
 def test_a_run_without_a_schedule_is_made_longer_but_not_shorter_than_it_is(start, tmp_path, capsys):

@@ -114,7 +114,7 @@ class StepRule:
 
     def __init__(self, accelerator: Accelerator, checkpoints, is_compared: bool):
         self.accelerator, self.checkpoints, self.is_compared = accelerator, checkpoints, is_compared
-        self.said, self.passes, self.after = set(), 0, {}
+        self.said, self.passes, self.after, self.batch = set(), 0, {}, None
         accelerator.watch_backward = self.backward
 
     def begin(self, batch, is_first: bool, is_free: bool) -> None:
@@ -128,6 +128,10 @@ class StepRule:
     def backward(self):
         """Wraps each backward pass."""
         self.passes += 1
+        if self.batch is None:
+            self._warn_if(
+                ["run.seeded(batches)"], "a backward pass outside of {}, which has dropout draw the same numbers"
+            )
         if self.is_compared and self.passes == 1:
             self.before = now = self._state()
             self._stop_if(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
@@ -139,11 +143,11 @@ class StepRule:
 
     def end(self, is_last: bool) -> None:
         """The loop asks for the next micro-batch; is_last: that is one of another step."""
-        layout = self.accelerator.layout
-        self.had_backward |= set() if self.batch.is_stand_in else {self.passes > 0}
+        batch, self.batch, layout = self.batch, None, self.accelerator.layout
+        self.had_backward |= set() if batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []
         self._stop_if(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
-        is_mean = self.calls < type(self.batch).mean_loss_calls or self.is_free or layout.num_slots == 1
+        is_mean = self.calls < type(batch).mean_loss_calls or self.is_free or layout.num_slots == 1
         given = [] if is_mean or not self.passes else ["batch.mean_loss"]
         self._warn_if(given, "a loss is not from {}, so parts of a batch count equally, whatever their size")
         if not self.is_compared:
