@@ -95,6 +95,7 @@ class GlobalLoader:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
             A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory. A
             method set_epoch(epoch) is called before the items of an epoch are read, also in workers; in tests with 0.
+            An attribute `deterministic` that is true promises that neither items nor collate_fn draw random numbers.
         batch_size: samples per step, over all processes and accumulation steps.
         accelerator: from make_accelerator.
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
@@ -108,8 +109,6 @@ class GlobalLoader:
         loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
             that are not padding. Their sum over the step is then known before its first backward pass. Metrics whose
             name is a loss have these weights, too.
-        deterministic: promises that neither items nor collate_fn draw random numbers; None: the dataset's attribute of
-            that name, else False.
         max_samples: use only the first ones.
         shard: (rank, world size) of a pipeline's copies, whose processes share their samples and sum gradients; None:
             the accelerator's.
@@ -130,7 +129,6 @@ class GlobalLoader:
         collate_fn: Callable | None = None,
         num_workers: int = 0,
         loss_weights: Callable[[Any], torch.Tensor] | None = None,
-        deterministic: bool | None = None,
         max_samples: int | None = None,
         shard: tuple[int, int] | None = None,
         accumulation: int | None = None,
@@ -173,7 +171,7 @@ class GlobalLoader:
         if self.tensors is None:
             from .items import ItemReader  # not needed for images in memory
 
-            self.reader = ItemReader(dataset, collate_fn, self.stream_seed, deterministic, num_workers, device)
+            self.reader = ItemReader(dataset, collate_fn, self.stream_seed, num_workers, device)
         accelerator.loaders[self.name] = self
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ BROADCAST = DDP - VIRTUAL  # buffers
 
 CODES = [
     ("model.codes changed in one micro-batch, of", SEVERAL),
-    ("which --virtual_processes cannot add up", VIRTUAL),
+    ("error: model.codes changed in one micro-batch, of", VIRTUAL),
     ("model.codes differs between processes", {"DDP"}),
     ("model.codes differs between rank 0 and rank", {"FSDP", "HSDP"}),
 ]
@@ -82,8 +82,7 @@ SAID = {
     "thawed": [("parameters that required them at prepare", BROADCAST)],
     "thawed later": [("parameters that required them at prepare", DDP)],
     "changed on rank 1": [
-        ("nothing else may change a weight on one process", DDP),
-        ("HSDP copies no weights between replicas", {"HSDP"}),
+        ("nothing else may change a weight on one process", DDP | {"HSDP"}),
     ],
     "rank 0's weights": [("unlike DDP, FSDP copies no weights", SHARDED)],
     "picks": [("has called other sharded layers than", SHARDED)],

@@ -377,7 +377,7 @@ def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys)
 def test_states_are_compared_in_the_first_step_of_a_launch_alone(start, monkeypatch):
     """With one micro-batch per step never: each comparison would wait for a GPU."""
     compared = []
-    monkeypatch.setattr(same_state, "bits_of", lambda _, tensors: compared.append(tensors) or {})
+    monkeypatch.setattr(same_state, "sum_bits", lambda _, tensors: compared.append(tensors) or {})
     assert start(Small()) is None
     assert len(compared) == 1  # of objects, when the run starts
     assert start(Small(), folder="other", gradient_accumulation_steps=2) is None

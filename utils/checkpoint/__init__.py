@@ -42,8 +42,8 @@ from .folder import (
     SaveMessages,
     Tensors,
     copy_to_cpu,
-    header_of,
     list_checkpoints,
+    make_header,
     read_checkpoint,
     rename_damaged,
     write_checkpoint,
@@ -328,10 +328,10 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     """
     tensors, _ = ModelState(accelerator.unwrap_model(model, keep_torch_compile=False)).save()
     owners, shapes = {}, {}
-    for rank, others in reversed([*enumerate(gather_object([shapes_of(tensors)]))]):
+    for rank, others in reversed([*enumerate(gather_object([on_meta(tensors)]))]):
         owners |= dict.fromkeys(others, rank)
         shapes |= others
-    header = header_of(shapes)
+    header = make_header(shapes)
 
     def whole_tensors():
         for name in header:
@@ -355,13 +355,13 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     on_main(accelerator, write)
 
 
-def shapes_of(tensors: dict) -> Tensors:
+def on_meta(tensors: dict) -> Tensors:
     """Tensors of these shapes and types on the meta device."""
     return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
 
 def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `tensor` of `rank`, on the device of each process; shape: as from `shapes_of`. Collective."""
+    """The `tensor` of `rank`, on the device of each process; shape: as from `on_meta`. Collective."""
     received = torch.empty_like(shape, device=accelerator.device)
     if accelerator.process_index == rank:
         received.copy_(tensor)

@@ -164,13 +164,13 @@ def write_files(folder: Path, files: Files, rows: FirstRows) -> dict[str, str]:
     """Write files of tensors on the CPU; returns their SHA-256 by name."""
     digests = {}
     for name, tensors in files.items():
-        header = header_of(tensors, rows.get(name))
+        header = make_header(tensors, rows.get(name))
         ordered = (tensors[key] for key in header if key in tensors)
         digests[name] = write_tensors(folder / name, header, ordered)
     return digests
 
 
-def header_of(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
+def make_header(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
     """The header of a safetensors file: dtype, shape and position of each tensor, in the order of the file.
 
     Args:
@@ -202,7 +202,7 @@ def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.T
     encoded += b" " * (-len(encoded) % 8)
     try:
         with open(path, "wb") as file:
-            for part in itertools.chain([len(encoded).to_bytes(8, "little"), encoded], map(bytes_of, tensors)):
+            for part in itertools.chain([len(encoded).to_bytes(8, "little"), encoded], map(view_bytes, tensors)):
                 file.write(part)
                 digest.update(part)
     except OSError as error:
@@ -212,7 +212,7 @@ def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.T
     return digest.hexdigest()
 
 
-def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def view_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 

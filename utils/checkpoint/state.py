@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
 from ..parallel.shards import is_sharded, local_rows, plain_name
-from .folder import Files, FirstRows, SavedTensor, Tensors, header_of
+from .folder import Files, FirstRows, SavedTensor, Tensors, make_header
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
@@ -28,7 +28,7 @@ class ModelState:
     def __init__(self, model: nn.Module):
         self.model = model
         tensors, _ = self.save()
-        header_of(tensors)  # fails now, and not at the first checkpoint, at a type that safetensors lacks: complex128
+        make_header(tensors)  # fails now, and not at the first checkpoint, at a type that safetensors lacks: complex128
         self.must_match = {name: type_and_shape(tensor) for name, tensor in tensors.items()}
 
     def save(self) -> tuple[Tensors, None]:
@@ -73,8 +73,8 @@ class OptimizerState:
                     group[key] = torch.full_like(group[key], value)
                 elif key not in IMPLEMENTATION and value is not None:  # None: not JSON, so the run's own stays
                     group[key] = tuple(value) if isinstance(value, list) else value
-        positions = {self.names[id(p)]: i for i, p in enumerate(parameters_of(self.optimizer))}  # as torch knows them
-        parameters, state = parameters_of(self.optimizer), {}
+        positions = {self.names[id(p)]: i for i, p in enumerate(list_parameters(self.optimizer))}  # as torch knows them
+        parameters, state = list_parameters(self.optimizer), {}
         for key, value in {**stored, **saved["non_tensors"]}.items():
             name, _, entry = key.rpartition("/")
             if name in positions:  # a pipeline's process has some of the parameters
@@ -99,7 +99,7 @@ class ObjectState:
     def __init__(self, name: str, instance):
         self.name, self.instance = name, instance
         tensors, _ = self.save()  # stops now, and not at the first checkpoint
-        header_of(tensors or {})
+        make_header(tensors or {})
         self.must_match = {"class": type(instance).__name__}
         if isinstance(instance, LRScheduler):
             self.must_match |= to_json(instance.state_dict(), leave_out=PROGRESS)
@@ -192,7 +192,7 @@ def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
     return result
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def list_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -201,7 +201,7 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
 
     A parameter of no model has the name of its optimizer and its position there.
     """
-    trained = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    trained = {id(p) for optimizer in optimizers.values() for p in list_parameters(optimizer)}
     trained_models = {n: m for n, m in models.items() if any(id(p) in trained for p in m.parameters())}
     names = {}
     for model_name, model in trained_models.items():
@@ -209,7 +209,7 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
         for name, parameter in model.named_parameters():
             names.setdefault(id(parameter), prefix + plain_name(name))
     for optimizer_name, optimizer in optimizers.items():
-        for position, parameter in enumerate(parameters_of(optimizer)):
+        for position, parameter in enumerate(list_parameters(optimizer)):
             names.setdefault(id(parameter), f"{optimizer_name}.{position}")
     return names
 

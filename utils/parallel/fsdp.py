@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..agree import compare
 from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
-from .same_state import bits_of
+from .same_state import sum_bits
 from .shards import is_sharded, local_rows
 
 HOOKS = (  # meta-pytorch/torchrec#4268
@@ -139,7 +139,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     if isinstance(model, FSDPModule):
         return
     if not any(parameter.is_meta for parameter in model.parameters()):
-        _, ranks, differing = compare(bits_of(accelerator, dict(model.named_parameters())))
+        _, ranks, differing = compare(sum_bits(accelerator, dict(model.named_parameters())))
         if differing:
             stop(
                 f"{next(iter(differing))} differs between {ranks[0]} and {ranks[1]}, and unlike DDP, FSDP copies no "

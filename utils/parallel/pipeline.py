@@ -28,7 +28,7 @@ class ModelParts(NamedTuple):
     """Describes a model that is split over processes, for `run.start`."""
 
     batch: str  # how the global batch is split, for the banner
-    notes: dict  # facts about this launch, for run.json
+    notes: dict  # entries of run.json about this launch
 
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
