@@ -1068,9 +1068,9 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
     before = names(tmp_path)
     refused(accelerator, tmp_path, state)
     assert capsys.readouterr().err == (
-        f"error: {folder / 'step_00000002'} cannot be resumed: it was written by {version} version of the code (format "
+        f"error: {folder / 'step_00000002'} cannot be read: it was written by {version} version of the code (format "
         f"{number}, and this version reads {disk.FORMAT}); nothing is changed: resume with that version, or start a "
-        "new run with another --output_dir\n"
+        "new run\n"
     )
     assert names(tmp_path) == before == ["step_00000002", "step_00000003"]
 

@@ -37,15 +37,13 @@ from .folder import (
     CheckpointError,
     Files,
     FirstRows,
-    OtherFormat,
     SavedFiles,
     SaveMessages,
     Tensors,
     copy_to_cpu,
-    list_checkpoints,
+    find_newest,
     make_header,
     read_checkpoint,
-    rename_damaged,
     write_checkpoint,
     write_rank_files,
     write_tensors,
@@ -254,7 +252,7 @@ class Checkpoints:
         Rank 0 finds it. All processes read exactly that one, or stop.
         """
         accelerator = self.accelerator
-        newest = on_main(accelerator, self._find_newest)
+        newest = on_main(accelerator, lambda: find_newest(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
         if (newest or any(is_split)) and not all(seen):
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
@@ -274,29 +272,6 @@ class Checkpoints:
                 stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
         return manifest, files
 
-    def _find_newest(self) -> tuple[str, dict] | None:
-        """The name and manifest of the newest intact checkpoint; others get a warning, and another name."""
-        paths = list_checkpoints(self.folder)
-        for number, path in enumerate(paths):
-            try:
-                manifest, _ = read_checkpoint(path)
-            except OtherFormat as error:
-                stop(
-                    f"{path} cannot be resumed: {error}; nothing is changed: resume with that version, or start a new "
-                    "run with another --output_dir"
-                )
-            except ValueError as damage:
-                show(f"warning: {path} is skipped: {damage}", "yellow")
-                continue
-            rename_damaged(paths[:number])
-            return path.name, manifest
-        if paths:
-            stop(
-                f"none of the {len(paths)} checkpoints in {self.folder} is intact: start a new run with another "
-                "--output_dir"
-            )
-        return None
-
     def _check_fits(self, saved: dict, step: int) -> None:
         """Stop at the first kind of difference: the others follow from it."""
         before, total_steps, now = saved["total_steps"], self.must_match["total_steps"], dict(self.must_match)
@@ -315,9 +290,6 @@ class Checkpoints:
             if reasons:
                 reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
                 shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                if kind == "state" and total_steps != before:
-                    shown += f"; to train for {total_steps} steps instead of {before}, use a schedule that does not "
-                    shown += "depend on it"
                 stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 

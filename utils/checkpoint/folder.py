@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from ..atomic_files import fsync
+from ..console import show, stop
 
 FORMAT = 4
 NEED_ONE_FOLDER = (
@@ -66,10 +67,6 @@ def newest_first(folder: Path) -> list[Path]:
 
 class CheckpointError(Exception):
     """The checkpoint cannot be written. The message says why; it is empty if the run is ending for another reason."""
-
-
-class OtherFormat(ValueError):
-    """The checkpoint was written by another version of the code."""
 
 
 class SaveMessages:
@@ -251,7 +248,7 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         share: the files, in the order of their names, whose SHA-256 is checked.
 
     Raises:
-        OtherFormat: it was written by another version of the code.
+        SystemExit: it was written by another version of the code.
         ValueError: a file is missing or damaged; the message names it.
         OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
     """
@@ -262,8 +259,10 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
             version = "an earlier" if manifest["format"] < FORMAT else "a later"
-            formats = f"format {manifest['format']}, and this version reads {FORMAT}"
-            raise OtherFormat(f"it was written by {version} version of the code ({formats})")
+            stop(
+                f"{path} cannot be read: it was written by {version} version of the code (format {manifest['format']}, "
+                f"and this version reads {FORMAT}); nothing is changed: resume with that version, or start a new run"
+            )
         digests = sorted(manifest["sha256"].items())
         for name, digest in digests[share]:
             if hashlib.sha256(np.memmap(path / name, mode="r")).hexdigest() != digest:
@@ -278,8 +277,6 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         files = {}
         for name, found in parts.items():
             files[name] = {key: SavedTensor(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
-    except OtherFormat:
-        raise
     except Exception as error:  # of any type: the JSON may contain anything
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise
@@ -287,16 +284,29 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
     return manifest, files
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first. Also deletes what an interrupted save left behind."""
+def find_newest(folder: Path) -> tuple[str, dict] | None:
+    """The name and manifest of the newest intact checkpoint; None if there is none at all. On the main process.
+
+    What an interrupted save left behind is deleted. Damaged ones are named, and renamed to damaged_step_*, since the
+    run will write checkpoints of these steps again.
+
+    Raises:
+        SystemExit: none is intact.
+    """
     for part in folder.glob(".part_*"):
         shutil.rmtree(part, ignore_errors=True)
-    return newest_first(folder)
-
-
-def rename_damaged(paths: list[Path]) -> None:
-    """Rename damaged checkpoints to damaged_step_*, since the run will write checkpoints of these steps again."""
-    for path in paths:
-        aside = path.with_name(f"damaged_{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+    paths = newest_first(folder)
+    for number, path in enumerate(paths):
+        try:
+            manifest, _ = read_checkpoint(path)
+        except ValueError as damage:
+            show(f"warning: {path} is skipped: {damage}", "yellow")
+            continue
+        for damaged in paths[:number]:
+            aside = damaged.with_name(f"damaged_{damaged.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+        return path.name, manifest
+    if paths:
+        stop(f"none of the {len(paths)} checkpoints in {folder} is intact: start a new run with another --output_dir")
+    return None
