@@ -129,7 +129,7 @@ class StepRule:
         """Wraps each backward pass."""
         self.passes += 1
         if self.batch is None:
-            said = "a backward pass outside of {}, which has dropout draw the same numbers"
+            said = "a backward pass outside of {}: random numbers in it, as of dropout, depend on how a step is cut"
             self._say(["run.seeded(batches)"], said, stops=False)
         if self.is_compared and self.passes == 1:
             self.before = now = self._state()
