@@ -50,22 +50,22 @@ def info_nce(embeddings, temperature=0.2):
 
 
 @torch.no_grad()
-def embed_step(model, batches, accelerator):
+def embed_step(model, batches, run):
     """Embeddings (N, 2, D) of a step's samples from all processes, and their random ids (N,), sorted. Collective.
 
     Not their indices: with an `order`, a step may have the same item twice.
     """
-    embeddings = gather_samples(accelerator, [batch.counted(embed(model, batch)) for batch in batches])
-    ids, order = gather_samples(accelerator, [batch.counted(batch.random_ids) for batch in batches]).sort()
+    embeddings = gather_samples(run.accelerator, [batch.counted(embed(model, batch)) for batch in run.seeded(batches)])
+    ids, order = gather_samples(run.accelerator, [batch.counted(batch.random_ids) for batch in batches]).sort()
     return embeddings[order], ids
 
 
 def train_step(model, batches, accelerator, run):
     """Leave the gradient of the step's mean loss in the model. Collective."""
-    embeddings, ids = embed_step(model, batches, accelerator)
+    embeddings, ids = embed_step(model, batches, run)
     losses = info_nce(embeddings.requires_grad_())
     (gradient,) = torch.autograd.grad(losses.sum(), embeddings)  # the loss's, by each embedding
-    for batch in batches:
+    for batch in run.seeded(batches):
         rows = torch.searchsorted(ids, batch.random_ids)
         with accelerator.accumulate(model):
             # Its gradient is `gradient` times that of the embeddings: the chain rule.
@@ -79,7 +79,7 @@ def evaluate(model, loader, run):
     metrics = run.new_metrics()
     # Not run.test_batches: processes may have different numbers of these, and gather_samples needs all processes.
     for batches in run.test_steps(loader):
-        embeddings, ids = embed_step(model, batches, run.accelerator)
+        embeddings, ids = embed_step(model, batches, run)
         losses = info_nce(embeddings)
         for batch in batches:
             metrics.add(batch, loss=losses[torch.searchsorted(ids, batch.random_ids)])
@@ -99,9 +99,10 @@ def main():
         model.train()
         for batches in run.steps(train_loader, epoch):
             if args.one_graph:
-                losses = info_nce(embed(model, batches[0]))
-                accelerator.backward(losses.mean())
-                run.log_train(batches[0], loss=losses)
+                for batch in run.seeded(batches):
+                    losses = info_nce(embed(model, batch))
+                    accelerator.backward(losses.mean())
+                    run.log_train(batch, loss=losses)
             else:
                 train_step(model, batches, accelerator, run)
             optimizer.step()

@@ -311,7 +311,7 @@ def lbfgs(accelerator, args):
         """The mean loss of the step over all processes, so that all take the same path; leaves its gradient."""
         optimizer.zero_grad()
         metrics = run.new_metrics()
-        for batch in batches:
+        for batch in run.seeded(batches):
             with accelerator.accumulate(model):
                 losses = losses_of(model, batch)
                 accelerator.backward(batch.mean_loss(losses))

@@ -307,7 +307,7 @@ def evaluate(model, pipeline, loader, run) -> dict:
     for micro_batches in run.test_steps(loader):
         with run.accelerator.autocast():
             images = [batch.data[0] for batch in micro_batches]
-            pipeline.run(images, micro_batches, loss_fn)
+            pipeline.run(images, run.seeded(micro_batches), loss_fn)
     return metrics.reduce()
 
 
@@ -354,7 +354,7 @@ def main():
                 for first in range(0, len(micro_batches), args.num_microbatches):
                     batches = micro_batches[first : first + args.num_microbatches]
                     images = [batch.data[0] for batch in batches]
-                    pipeline.run(images, batches, loss_fn)
+                    pipeline.run(images, run.seeded(batches), loss_fn)
             sum_over_replicas(model, replica_group)
             optimizer.step()
             scheduler.step()

@@ -28,7 +28,7 @@ def describe_topology(accelerator: Accelerator) -> dict:
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
     kind, layout = accelerator.distributed_type.value, accelerator.layout
-    if layout.is_hsdp:
+    if 1 < layout.shards < layout.processes:
         kind = f"HSDP {layout.replicas} x {layout.shards}"
     on_gpu, backend = accelerator.device.type == "cuda", accelerator.state.backend
     if on_gpu and backend:  # with TORCH_DIST_USE_NCCL2=0, "nccl" is ProcessGroupNCCL, not ProcessGroupNCCL2

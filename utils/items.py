@@ -51,9 +51,9 @@ class ItemFetcher(Dataset):
 
     newest = None  # the fetcher that read last in this process, and its epoch: two may share a dataset
 
-    def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
+    def __init__(self, dataset, collate_fn: Callable, seed: int):
         self.dataset, self.own_collate_fn, self.seed = dataset, collate_fn, seed
-        self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
+        self.deterministic = getattr(dataset, "deterministic", False)
 
     def fetch(self, request: Request) -> Any:
         """The collated batch of a request; leaves this process's random state unchanged."""
@@ -79,7 +79,10 @@ class ItemFetcher(Dataset):
             seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
 
     def collate_fn(self, items: list) -> Any:
-        """The batch of the items; ends the run if the user's function leaves out those that are None."""
+        """The batch of the items; ends the run if the user's function leaves out those that are None.
+
+        As it often does where a file cannot be read: pytorch/pytorch#57429.
+        """
         batch, size = self.own_collate_fn(items), None
         left = sum(item is not None for item in items)
         if left < len(items):
@@ -105,16 +108,8 @@ class Requests:
 class ItemReader:
     """Reads micro-batches, in workers if there are any. For the arguments, see GlobalLoader."""
 
-    def __init__(
-        self,
-        dataset,
-        collate_fn: Callable | None,
-        seed: int,
-        deterministic: bool | None,
-        num_workers: int,
-        device: torch.device,
-    ):
-        self.fetcher = ItemFetcher(dataset, collate_fn or default_collate, seed, deterministic)
+    def __init__(self, dataset, collate_fn: Callable | None, seed: int, num_workers: int, device: torch.device):
+        self.fetcher = ItemFetcher(dataset, collate_fn or default_collate, seed)
         self.num_workers, self.device = num_workers, device
         self._requests, self._workers = Requests(), None
 

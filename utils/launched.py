@@ -123,17 +123,15 @@ def check_topology(accelerator: Accelerator) -> None:
             )
     options, config = requested_topology()
     if config is not None:
-        name, kind, runs = os.path.relpath(options.config_file), config.distributed_type, accelerator.distributed_type
+        name, kind = os.path.relpath(options.config_file), config.distributed_type.value
         requested = options.num_processes or config.num_processes
         if isinstance(requested, int) and requested != accelerator.num_processes:  # torchrun also accepts "gpu"
             stop(
-                f"{name} asks for {requested} processes with distributed_type {kind.value}, but the run has "
+                f"{name} asks for {requested} processes with distributed_type {kind}, but the run has "
                 f"{plural(accelerator.num_processes, 'process')}: use one of the files in accelerate_configs"
             )
         if accelerator.device.type == "cpu" and not wants_cpu():
             stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml")
-        if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
-            stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would silently use float32
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 

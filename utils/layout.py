@@ -28,10 +28,6 @@ class Layout:
         return self.processes // self.shards
 
     @property
-    def is_hsdp(self) -> bool:
-        return 1 < self.shards < self.processes
-
-    @property
     def num_slots(self) -> int:
         """Micro-batches of a step, over all processes."""
         return self.virtual_processes or self.processes * self.accumulation

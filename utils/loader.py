@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class GlobalLoader:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
             A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory. A
             method set_epoch(epoch) is called before the items of an epoch are read, also in workers; in tests with 0.
+            An attribute `deterministic` that is true promises that neither items nor collate_fn draw random numbers.
         batch_size: samples per step, over all processes and accumulation steps.
         accelerator: from make_accelerator.
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
@@ -108,8 +109,6 @@ class GlobalLoader:
         loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
             that are not padding. Their sum over the step is then known before its first backward pass. Metrics whose
             name is a loss have these weights, too.
-        deterministic: promises that neither items nor collate_fn draw random numbers; None: the dataset's attribute of
-            that name, else False.
         max_samples: use only the first ones.
         shard: (rank, world size) of a pipeline's copies, whose processes share their samples and sum gradients; None:
             the accelerator's.
@@ -130,13 +129,17 @@ class GlobalLoader:
         collate_fn: Callable | None = None,
         num_workers: int = 0,
         loss_weights: Callable[[Any], torch.Tensor] | None = None,
-        deterministic: bool | None = None,
         max_samples: int | None = None,
         shard: tuple[int, int] | None = None,
         accumulation: int | None = None,
         drop_last: bool = False,
     ):
-        check_dataset(dataset)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            stop(
+                f"a {type(dataset).__name__} has no indices, so its order can neither be the same on any number of "
+                "processes nor be resumed: use a map-style dataset, such as list(dataset) or "
+                "datasets.Dataset.from_generator"
+            )
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
         layout = accelerator.layout
@@ -168,7 +171,7 @@ class GlobalLoader:
         if self.tensors is None:
             from .items import ItemReader  # not needed for images in memory
 
-            self.reader = ItemReader(dataset, collate_fn, self.stream_seed, deterministic, num_workers, device)
+            self.reader = ItemReader(dataset, collate_fn, self.stream_seed, num_workers, device)
         accelerator.loaders[self.name] = self
 
     def __len__(self) -> int:
@@ -287,19 +290,3 @@ def gives_its_tensors(dataset) -> bool:
     """Whether the items are slices of `dataset.tensors`: a TensorDataset, not a subclass that changes the items."""
     is_plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
     return is_plain and not hasattr(dataset, "__getitems__") and not hasattr(dataset, "set_epoch")
-
-
-def check_dataset(dataset) -> None:
-    """Stop if `dataset` is not map-style or has no items."""
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        stop(
-            f"the dataset is a {kind}, which has no indices: its order could be neither reproduced on a different "
-            "process count nor resumed; use a map-style dataset (__len__ and __getitem__), for instance "
-            "list(dataset) or datasets.Dataset.from_generator"
-        )
-    if isinstance(dataset, Mapping):
-        names = ", ".join(map(str, itertools.islice(dataset, 5)))
-        stop(f"the dataset is a {kind} with {names or 'nothing in it'}: pass one of its splits, such as data['train']")
-    if len(dataset) == 0:
-        stop(f"the dataset, a {kind}, has no items")

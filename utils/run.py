@@ -5,10 +5,9 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 
 import argparse
 import atexit
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,21 +43,6 @@ def resume_facts(args: argparse.Namespace, loaders: dict[str, GlobalLoader], dat
     return {"flags": flags, "data": data, **settings}
 
 
-class MicroBatches(list):
-    """The micro-batches of a step. To iterate over them is to pass `around(batches)`, which seeds each.
-
-    So two passes over them draw the same numbers. A slice is a list without this: a pipeline, which gets slices, draws
-    on from the first micro-batch's seed.
-    """
-
-    def __init__(self, batches: Iterable[Batch], around: Callable[[Iterator[Batch]], Iterator[Batch]]):
-        super().__init__(batches)
-        self.around = around
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.around(super().__iter__())
-
-
 class Run:
     """One training run in one folder; a process may have several, one after the other. Collective.
 
@@ -84,7 +68,7 @@ class Run:
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.step, self.summary, self.speeds = 0, {}, {}
         self.stopped_early, self.is_first_step = False, True
-        self.last_test = {}
+        self.last_test, self.test_batch = {}, 0
         self.completed = None
 
     def start(
@@ -209,27 +193,32 @@ class Run:
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:
         """Yield the remaining micro-batches of an epoch; between steps, log, save and stop. Collective.
 
-        A step ends when the next batch is requested, so do not `break` out of the loop. Before every micro-batch, the
-        generators of torch, Python and NumPy are seeded by its position in the run: dropout in a model or mixup in the
-        loop is the same when resumed, and the same on P processes as on one process with P accumulation steps.
+        A step ends when the next batch is requested, so do not `break` out of the loop. Each one is `seeded`.
         """
-        for step in self._steps(loader, epoch):
-            for batch in self._pass_on(step):
+        for step in self._steps(loader, epoch, is_free=False):
+            for batch in self.seeded(step):
                 yield batch
                 self._check_accumulation(batch.micro_step + 1 == loader.sampler.accumulation)
 
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
-        """As `batches`, but yield all micro-batches of a step as a list, for phases of your own. Collective."""
-        for step in self._steps(loader, epoch):
-            step = MicroBatches(step, functools.partial(self._pass_on, is_free=True))
+        """As `batches`, but yield all micro-batches of a step as a list, for phases of your own. Collective.
+
+        A phase in which the model runs is a loop over `seeded(batches)`.
+        """
+        for step in self._steps(loader, epoch, is_free=True):
+            step = list(step)
             self._seed_model(step[0])
             yield step
             self._check_accumulation(is_last=True)
 
-    def _steps(self, loader: GlobalLoader, epoch: int) -> Iterator[Iterator[Batch]]:
-        """Yield an iterator over the micro-batches of each remaining step of an epoch. Collective."""
+    def _steps(self, loader: GlobalLoader, epoch: int, is_free: bool) -> Iterator[Iterator[Batch]]:
+        """Yield an iterator over the micro-batches of each remaining step of an epoch. Collective.
+
+        is_free: see StepRule.
+        """
         if self.completed:
             return
+        self.is_free = is_free
         batches = self.progress.timed(loader.epoch(epoch, self.step - epoch * self.steps_per_epoch))
         for first in batches:
             self.rates = [float(optimizer.param_groups[0]["lr"]) for optimizer in self.checkpoints.optimizers.values()]
@@ -239,14 +228,18 @@ class Run:
                 break
         seed_generators(combine(self.args.seed, epoch, Purpose.AFTER_EPOCH), self.devices)
 
-    def _pass_on(self, batches: Iterator[Batch], is_free: bool = False, test_batch: int = 0) -> Iterator[Batch]:
-        """Seed each micro-batch of a step, and have the StepRule watch those of the training; is_free: see there."""
+    def seeded(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of a step; before each, seed torch, Python and NumPy by its position in the run.
+
+        So dropout in a model or mixup in the loop is the same when resumed, the same on P processes as on one process
+        with P accumulation steps, and the same in each phase over one step.
+        """
         for number, batch in enumerate(batches, 1):
-            self._seed_model(batch, test_batch)
-            if test_batch == 0:
-                self.step_rule.begin(batch, number == 1, is_free)
+            self._seed_model(batch)
+            if self.test_batch == 0:
+                self.step_rule.begin(batch, number == 1, self.is_free)
             yield batch
-            if test_batch == 0:
+            if self.test_batch == 0:
                 self.step_rule.end(number == self.train_loader.sampler.accumulation)
 
     def _check_accumulation(self, is_last: bool) -> None:
@@ -256,11 +249,10 @@ class Run:
                 "into one `with accelerator.accumulate(model):` per batch, with all models in one call"
             )
 
-    def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
-        """test_batch: 0 during training; the test batch's number, from 1, during testing."""
+    def _seed_model(self, batch: Batch) -> None:
         self.accelerator.steps_done = self.step
         self.accelerator.micro_batches += 1
-        seed_generators(combine(self.args.seed, self.step, batch.slot, test_batch), self.devices)
+        seed_generators(combine(self.args.seed, self.step, batch.slot, self.test_batch), self.devices)
 
     def _step_done(self, epoch: int) -> None:
         """Count a step; then log, save and stop if due. Collective."""
@@ -334,14 +326,17 @@ class Run:
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
         """Yield the batches of a test set; after a signal, stop the run. Collective."""
         for batches in self.test_steps(loader):
-            yield from batches
+            yield from self.seeded(batches)
 
     def test_steps(self, loader: GlobalLoader) -> Iterator[list[Batch]]:
         """As `test_batches`, but yield lists of the loader's `accumulation` micro-batches. Collective."""
         windows = zip(*[loader.epoch()] * loader.sampler.accumulation, strict=True)
-        for number, window in enumerate(windows, 1):
-            yield MicroBatches(window, functools.partial(self._pass_on, test_batch=number))
-            self._stop_if_asked()
+        try:
+            for self.test_batch, window in enumerate(windows, 1):  # 0 during training
+                yield [*window]
+                self._stop_if_asked()
+        finally:  # also after a break
+            self.test_batch = 0
         seed_generators(combine(self.args.seed, self.step, Purpose.AFTER_TEST), self.devices)
 
     def new_metrics(self) -> Metrics:

@@ -73,7 +73,7 @@ class RunFolder:
         Args:
             step: optimizer steps done before this launch.
             metrics_bytes: the part of metrics.jsonl to keep: the run will repeat what follows.
-            about_run, about_launch: facts for run.json about the whole run, and about this launch.
+            about_run, about_launch: entries of run.json about the whole run, and about this launch.
         """
         launches = read_entry(self.path / "run.json", "launches", list) if step else None
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}

@@ -57,6 +57,7 @@ class GlobalSampler:
         self.length = length if order is None else None  # items per epoch
         if order is not None:
             self.length = len(self.items(0)[0])
+            # A generator of its own would begin anew when resuming, and repeat the first epochs.
             if not torch.equal(self.items(0)[0], self.items(0)[0]):
                 stop("order(0) differs when called twice: draw from the global generators of torch, Python or NumPy")
         layout = layout or Layout()

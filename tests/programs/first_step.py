@@ -178,7 +178,7 @@ def train(args, case: str) -> None:
             bare.out.requires_grad_(True)
         if case.endswith("in steps"):
             for batches in run.steps(loader, epoch):
-                for batch in batches:
+                for batch in run.seeded(batches):
                     losses = micro_batch(case, accelerator, model, bare, optimizer, None, None, batch, outside)
                     run.log_train(batch, loss=losses)
             continue

@@ -23,6 +23,8 @@ from conftest import first_images, needs_torch
 from fakes import fake_accelerator
 from plain_loop import batches_of
 from small_resnets import use_narrow
+from torch import nn
+from torch.nn import functional as F
 from torchvision.models.resnet import resnet50
 
 from scripts import model_split
@@ -32,6 +34,7 @@ from utils.data.images import LabelledImages, load_images
 from utils.parallel.pipeline import (
     BlockCost,
     OneProcess,
+    OverProcesses,
     balance_stages,
     measure_blocks,
 )
@@ -308,6 +311,35 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
     assert run_reader.lines(resumed) == run_reader.lines(whole)
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def seeded_numbers(count):
+    for number in range(count):
+        torch.manual_seed(number)
+        yield number
+
+
+def test_each_micro_batch_is_begun_before_its_forward_pass_so_dropout_draws_with_its_seed():
+    stage, drawn = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 1)), []
+    stage[0].register_forward_hook(lambda module, inputs, output: drawn.append(output.tolist()))
+    inputs = [torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8), torch.ones(1, 8)]
+    expected = [F.dropout(inputs[number], 0.5).tolist() for number in seeded_numbers(4)]
+    examples = [torch.empty(2, 8, device="meta"), torch.empty(2, 1, device="meta")]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
+        pipelines = [OneProcess([stage], [cpu], max_in_flight) for max_in_flight in (1, 9)]
+        pipelines += [OverProcesses(stage, 0, examples, schedule, group, cpu) for schedule in SCHEDULES]
+        for pipeline in pipelines:
+            targets = []
+            pipeline.run(
+                inputs, seeded_numbers(4), lambda y, target, targets=targets: targets.append(target) or y.sum()
+            )
+            assert targets == [0, 1, 2, 3]
+            assert drawn == expected
+            drawn.clear()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):

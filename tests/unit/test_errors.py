@@ -38,12 +38,12 @@ def an_array_that_does_not_fit() -> MemoryError:
     ],
 )
 def test_a_failed_allocation_of_a_library_is_out_of_memory(error, is_out_of_memory):
-    assert ("ran out of memory at train.py:1" in (explain(error, "train.py:1") or "")) == is_out_of_memory
+    assert ("ran out of memory at " in (explain(error) or "")) == is_out_of_memory
 
 
 def test_a_full_dev_shm_is_a_sentence():
     error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
-    assert "/dev/shm is full: " in explain(error, "train.py:1")
+    assert "/dev/shm is full: " in explain(error)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,6 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, capsys, 
             "asks for 4 processes with distributed_type MULTI_CPU, but the run has 1 process:",
         ),
         ({}, {}, {}, "asks for a GPU, but none is visible"),
-        (
-            {"distributed_type": "FSDP", "gpu_ids": "-1,-1", "num_processes": 2},
-            {"WORLD_SIZE": "2"},
-            {"processes": 2, "kind": "MULTI_CPU"},
-            "asks for FSDP, but MULTI_CPU is running",
-        ),
         ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
         # Accelerate would train in float32 and not say so.
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),

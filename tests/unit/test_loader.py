@@ -559,12 +559,9 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "sentence"),
     [
-        (Stream(), "the dataset is a Stream, which has no indices"),
-        (
-            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1]})}),
-            "the dataset is a DatasetDict with train: pass one of its splits",
-        ),
-        (TensorDataset(torch.zeros(0, 3)), "the dataset, a TensorDataset, has no items"),
+        (Stream(), "a Stream has no indices"),
+        (hub_dataset().to_iterable_dataset(), "a IterableDataset has no indices"),
+        ([], "--batch_size 4 is more than the 0 items of an epoch"),
     ],
 )
 def test_an_unusable_dataset_is_an_error_of_one_line(capsys, dataset, sentence):
@@ -770,8 +767,10 @@ def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers, dete
         def __getitem__(self, index):
             return next(iter([]))
 
+    data = Exhausted()
+    data.deterministic = deterministic
     with pytest.raises(RuntimeError) as raised:
-        list(make(Exhausted(), num_workers=workers, deterministic=deterministic).epoch(0))
+        list(make(data, num_workers=workers).epoch(0))
     assert "return next(iter([]))" in "".join(traceback.format_exception(raised.value))
 
 

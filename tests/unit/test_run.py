@@ -335,7 +335,7 @@ def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys)
 def test_states_are_compared_in_the_first_step_of_a_launch_alone(start, monkeypatch):
     """With one micro-batch per step never: each comparison would wait for a GPU."""
     compared = []
-    monkeypatch.setattr(same_state, "bits_of", lambda _, tensors: compared.append(tensors) or {})
+    monkeypatch.setattr(same_state, "sum_bits", lambda _, tensors: compared.append(tensors) or {})
     assert start(Small()) is None
     assert len(compared) == 1  # of objects, when the run starts
     assert start(Small(), folder="other", gradient_accumulation_steps=2) is None
@@ -411,8 +411,8 @@ class Drawing(Script):
         )
         for epoch in run.epochs():
             self.draw("start", epoch)
-            steps = run.steps(train_loader, epoch) if self.in_steps else zip(run.batches(train_loader, epoch))
-            for batches in steps:
+            steps = map(run.seeded, run.steps(train_loader, epoch))
+            for batches in steps if self.in_steps else zip(run.batches(train_loader, epoch)):
                 for batch in batches:
                     with accelerator.accumulate(nn.Identity()):
                         self.draw("step", run.step, batch.micro_step)
@@ -433,6 +433,25 @@ def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_d
     assert first.drawn == second.drawn == steps.drawn
     # Start, 4 steps, 3 batches of a test and end of each of 2 epochs; each micro-batch draws numbers of its own.
     assert [len(set(numbers)) for numbers in zip(*first.drawn.values(), strict=True)] == [expected] * 3
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
+    def main(args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        model = accelerator.prepare(nn.Linear(3, 1))
+        run.start(loader, None, 4, checkpoint={"model": model})
+        for epoch in run.epochs():
+            for batches in run.steps(loader, epoch):
+                for batch in run.seeded(batches) if is_seeded else batches:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
+        run.finish()
+
+    assert start(main, gradient_accumulation_steps=2) is None
+    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not is_seeded
 
 
 @pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (2, True)])

@@ -37,15 +37,13 @@ from .folder import (
     CheckpointError,
     Files,
     FirstRows,
-    OtherFormat,
     SavedFiles,
     SaveMessages,
     Tensors,
     copy_to_cpu,
-    header_of,
-    list_checkpoints,
+    find_newest,
+    make_header,
     read_checkpoint,
-    rename_damaged,
     write_checkpoint,
     write_rank_files,
     write_tensors,
@@ -238,27 +236,23 @@ class Checkpoints:
         newest = self._read_newest()
         if newest is None:
             return 0, {}
-        path, manifest, files = newest
+        manifest, files = newest
         saved = manifest["must_match"]
         for name in saved["models"]:  # with the layers that it got since its first step
             saved["models"][name] = {n: type_and_shape(t) for n, t in files[f"{name}.safetensors"].items()}
         self._check_fits(saved, manifest["step"])
         for name, entry in self.entries.items():
-            try:
-                entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
-            except Exception as error:  # a different version of torch, or of a class in the script
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                stop(f"{name} in {path} cannot be loaded ({reason}): remove it to go on from the one before it")
+            entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
         self.saved_step = manifest["step"]
         return manifest["step"], manifest["extra"]
 
-    def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
-        """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
+    def _read_newest(self) -> tuple[dict, SavedFiles] | None:
+        """The manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
         Rank 0 finds it. All processes read exactly that one, or stop.
         """
         accelerator = self.accelerator
-        newest = on_main(accelerator, self._find_newest)
+        newest = on_main(accelerator, lambda: find_newest(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
         if (newest or any(is_split)) and not all(seen):
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
@@ -276,30 +270,7 @@ class Checkpoints:
         for rank, reason in enumerate(gather_object([problem])):
             if reason:
                 stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-        return path, manifest, files
-
-    def _find_newest(self) -> tuple[str, dict] | None:
-        """The name and manifest of the newest intact checkpoint; others get a warning, and another name."""
-        paths = list_checkpoints(self.folder)
-        for number, path in enumerate(paths):
-            try:
-                manifest, _ = read_checkpoint(path)
-            except OtherFormat as error:
-                stop(
-                    f"{path} cannot be resumed: {error}; nothing is changed: resume with that version, or start a new "
-                    "run with another --output_dir"
-                )
-            except ValueError as damage:
-                show(f"warning: {path} is skipped: {damage}", "yellow")
-                continue
-            rename_damaged(paths[:number])
-            return path.name, manifest
-        if paths:
-            stop(
-                f"none of the {len(paths)} checkpoints in {self.folder} is intact: start a new run with another "
-                "--output_dir"
-            )
-        return None
+        return manifest, files
 
     def _check_fits(self, saved: dict, step: int) -> None:
         """Stop at the first kind of difference: the others follow from it."""
@@ -319,9 +290,6 @@ class Checkpoints:
             if reasons:
                 reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
                 shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                if kind == "state" and total_steps != before:
-                    shown += f"; to train for {total_steps} steps instead of {before}, use a schedule that does not "
-                    shown += "depend on it"
                 stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
@@ -332,10 +300,10 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     """
     tensors, _ = ModelState(accelerator.unwrap_model(model, keep_torch_compile=False)).save()
     owners, shapes = {}, {}
-    for rank, others in reversed([*enumerate(gather_object([shapes_of(tensors)]))]):
+    for rank, others in reversed([*enumerate(gather_object([on_meta(tensors)]))]):
         owners |= dict.fromkeys(others, rank)
         shapes |= others
-    header = header_of(shapes)
+    header = make_header(shapes)
 
     def whole_tensors():
         for name in header:
@@ -359,13 +327,13 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     on_main(accelerator, write)
 
 
-def shapes_of(tensors: dict) -> Tensors:
+def on_meta(tensors: dict) -> Tensors:
     """Tensors of these shapes and types on the meta device."""
     return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
 
 def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `tensor` of `rank`, on the device of each process; shape: as from `shapes_of`. Collective."""
+    """The `tensor` of `rank`, on the device of each process; shape: as from `on_meta`. Collective."""
     received = torch.empty_like(shape, device=accelerator.device)
     if accelerator.process_index == rank:
         received.copy_(tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from ..atomic_files import fsync
+from ..console import show, stop
 
 FORMAT = 4
 NEED_ONE_FOLDER = (
@@ -43,13 +44,9 @@ class SavedTensor:
 
     def __init__(self, parts: list[tuple[int, torch.Tensor]]):
         self.starts, self.tensors = [first for first, _ in parts], [tensor for _, tensor in parts]
-        self.dtype, shape = self.tensors[0].dtype, self.tensors[0].shape
-        if self.starts != [0]:
-            ends = [first + len(tensor) for first, tensor in parts]
-            if self.starts != [0, *ends[:-1]]:
-                raise ValueError(f"its parts begin at the rows {self.starts} and end before {ends}")
-            shape = torch.Size((ends[-1], *shape[1:]))
-        self.shape = shape
+        self.dtype, self.shape = self.tensors[0].dtype, self.tensors[0].shape
+        if len(parts) > 1:
+            self.shape = torch.Size((sum(map(len, self.tensors)), *self.shape[1:]))
 
     def whole(self) -> torch.Tensor:
         return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors)
@@ -70,10 +67,6 @@ def newest_first(folder: Path) -> list[Path]:
 
 class CheckpointError(Exception):
     """The checkpoint cannot be written. The message says why; it is empty if the run is ending for another reason."""
-
-
-class OtherFormat(ValueError):
-    """The checkpoint was written by another version of the code."""
 
 
 class SaveMessages:
@@ -168,13 +161,13 @@ def write_files(folder: Path, files: Files, rows: FirstRows) -> dict[str, str]:
     """Write files of tensors on the CPU; returns their SHA-256 by name."""
     digests = {}
     for name, tensors in files.items():
-        header = header_of(tensors, rows.get(name))
+        header = make_header(tensors, rows.get(name))
         ordered = (tensors[key] for key in header if key in tensors)
         digests[name] = write_tensors(folder / name, header, ordered)
     return digests
 
 
-def header_of(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
+def make_header(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
     """The header of a safetensors file: dtype, shape and position of each tensor, in the order of the file.
 
     Args:
@@ -206,7 +199,7 @@ def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.T
     encoded += b" " * (-len(encoded) % 8)
     try:
         with open(path, "wb") as file:
-            for part in itertools.chain([len(encoded).to_bytes(8, "little"), encoded], map(bytes_of, tensors)):
+            for part in itertools.chain([len(encoded).to_bytes(8, "little"), encoded], map(view_bytes, tensors)):
                 file.write(part)
                 digest.update(part)
     except OSError as error:
@@ -216,7 +209,7 @@ def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.T
     return digest.hexdigest()
 
 
-def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def view_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
@@ -255,7 +248,7 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         share: the files, in the order of their names, whose SHA-256 is checked.
 
     Raises:
-        OtherFormat: it was written by another version of the code.
+        SystemExit: it was written by another version of the code.
         ValueError: a file is missing or damaged; the message names it.
         OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
     """
@@ -266,10 +259,10 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
             version = "an earlier" if manifest["format"] < FORMAT else "a later"
-            formats = f"format {manifest['format']}, and this version reads {FORMAT}"
-            raise OtherFormat(f"it was written by {version} version of the code ({formats})")
-        if path.name != f"step_{manifest['step']:08d}":  # a copy of another checkpoint
-            raise ValueError(f"it belongs to step {manifest['step']}")
+            stop(
+                f"{path} cannot be read: it was written by {version} version of the code (format {manifest['format']}, "
+                f"and this version reads {FORMAT}); nothing is changed: resume with that version, or start a new run"
+            )
         digests = sorted(manifest["sha256"].items())
         for name, digest in digests[share]:
             if hashlib.sha256(np.memmap(path / name, mode="r")).hexdigest() != digest:
@@ -284,8 +277,6 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         files = {}
         for name, found in parts.items():
             files[name] = {key: SavedTensor(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
-    except OtherFormat:
-        raise
     except Exception as error:  # of any type: the JSON may contain anything
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise
@@ -293,16 +284,29 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
     return manifest, files
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first. Also deletes what an interrupted save left behind."""
+def find_newest(folder: Path) -> tuple[str, dict] | None:
+    """The name and manifest of the newest intact checkpoint; None if there is none at all. On the main process.
+
+    What an interrupted save left behind is deleted. Damaged ones are named, and renamed to damaged_step_*, since the
+    run will write checkpoints of these steps again.
+
+    Raises:
+        SystemExit: none is intact.
+    """
     for part in folder.glob(".part_*"):
         shutil.rmtree(part, ignore_errors=True)
-    return newest_first(folder)
-
-
-def rename_damaged(paths: list[Path]) -> None:
-    """Rename damaged checkpoints to damaged_step_*, since the run will write checkpoints of these steps again."""
-    for path in paths:
-        aside = path.with_name(f"damaged_{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+    paths = newest_first(folder)
+    for number, path in enumerate(paths):
+        try:
+            manifest, _ = read_checkpoint(path)
+        except ValueError as damage:
+            show(f"warning: {path} is skipped: {damage}", "yellow")
+            continue
+        for damaged in paths[:number]:
+            aside = damaged.with_name(f"damaged_{damaged.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+        return path.name, manifest
+    if paths:
+        stop(f"none of the {len(paths)} checkpoints in {folder} is intact: start a new run with another --output_dir")
+    return None

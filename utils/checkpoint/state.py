@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
 from ..parallel.shards import is_sharded, local_rows, plain_name
-from .folder import Files, FirstRows, SavedTensor, Tensors, header_of
+from .folder import Files, FirstRows, SavedTensor, Tensors, make_header
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
@@ -27,8 +27,9 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        check_dtypes(model.state_dict())
-        self.must_match = {name: type_and_shape(tensor) for name, tensor in self.save()[0].items()}
+        tensors, _ = self.save()
+        make_header(tensors)  # fails now, and not at the first checkpoint, at a type that safetensors lacks: complex128
+        self.must_match = {name: type_and_shape(tensor) for name, tensor in tensors.items()}
 
     def save(self) -> tuple[Tensors, None]:
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
@@ -72,8 +73,8 @@ class OptimizerState:
                     group[key] = torch.full_like(group[key], value)
                 elif key not in IMPLEMENTATION and value is not None:  # None: not JSON, so the run's own stays
                     group[key] = tuple(value) if isinstance(value, list) else value
-        positions = {self.names[id(p)]: i for i, p in enumerate(parameters_of(self.optimizer))}  # as torch knows them
-        parameters, state = parameters_of(self.optimizer), {}
+        positions = {self.names[id(p)]: i for i, p in enumerate(list_parameters(self.optimizer))}  # as torch knows them
+        parameters, state = list_parameters(self.optimizer), {}
         for key, value in {**stored, **saved["non_tensors"]}.items():
             name, _, entry = key.rpartition("/")
             if name in positions:  # a pipeline's process has some of the parameters
@@ -98,7 +99,7 @@ class ObjectState:
     def __init__(self, name: str, instance):
         self.name, self.instance = name, instance
         tensors, _ = self.save()  # stops now, and not at the first checkpoint
-        check_dtypes(tensors or {})
+        make_header(tensors or {})
         self.must_match = {"class": type(instance).__name__}
         if isinstance(instance, LRScheduler):
             self.must_match |= to_json(instance.state_dict(), leave_out=PROGRESS)
@@ -191,16 +192,7 @@ def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
     return result
 
 
-def check_dtypes(tensors: Tensors) -> None:
-    """Stop at a tensor of a type that a checkpoint cannot hold."""
-    for name, tensor in tensors.items():
-        try:
-            header_of({name: tensor})
-        except KeyError:
-            stop(f"{name} cannot be saved: safetensors has no {tensor.dtype}; use complex64, or its torch.view_as_real")
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def list_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -209,7 +201,7 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
 
     A parameter of no model has the name of its optimizer and its position there.
     """
-    trained = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    trained = {id(p) for optimizer in optimizers.values() for p in list_parameters(optimizer)}
     trained_models = {n: m for n, m in models.items() if any(id(p) in trained for p in m.parameters())}
     names = {}
     for model_name, model in trained_models.items():
@@ -217,7 +209,7 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
         for name, parameter in model.named_parameters():
             names.setdefault(id(parameter), prefix + plain_name(name))
     for optimizer_name, optimizer in optimizers.items():
-        for position, parameter in enumerate(parameters_of(optimizer)):
+        for position, parameter in enumerate(list_parameters(optimizer)):
             names.setdefault(id(parameter), f"{optimizer_name}.{position}")
     return names
 

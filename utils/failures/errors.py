@@ -40,14 +40,13 @@ LIBRARY_ERRORS = {
 }
 
 
-def explain(error: BaseException, line: str | None = None, to_continue: Callable[[], str] = str) -> str | None:
+def explain(error: BaseException, to_continue: Callable[[], str] = str) -> str | None:
     """The sentence for an error, described by the functions that were called and by the end of its traceback.
 
         main read ... recv_bytes
         EOFError: text
 
     Args:
-        line: the line of code; by default the one in the traceback.
         to_continue: returns the end of the sentence about a lost process.
 
     Returns:
@@ -63,7 +62,7 @@ def explain(error: BaseException, line: str | None = None, to_continue: Callable
     size = re.search(r"[Tt]ried to allocate (\S+ \w+)", described)
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
-        line=line or own_line(reversed(frames)),
+        line=own_line(reversed(frames)),
         reason=reason.rstrip(". "),
         requested=f", which requested {size[1]}" if size else "",
         to_continue=to_continue() if "{to_continue}" in sentence else "",
@@ -89,7 +88,7 @@ def explain_errors(to_continue: Callable[[], str] = str) -> None:
         if issubclass(kind, KeyboardInterrupt):
             if is_local_main():
                 show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-        elif sentence := explain(error, to_continue=to_continue):
+        elif sentence := explain(error, to_continue):
             sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
             show_error(sentence)
         else:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..agree import compare
 from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
-from .same_state import bits_of
-from .shards import local_rows
+from .same_state import sum_bits
+from .shards import is_sharded, local_rows
 
 HOOKS = (  # meta-pytorch/torchrec#4268
     "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
@@ -61,7 +61,7 @@ def redirect_to_shard(parameter: nn.Parameter, shard: nn.Parameter) -> None:
 def shards_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The shards of `parameters`, which may be from before `prepare`."""
     shards = [getattr(parameter, "shard", parameter) for parameter in parameters]
-    if not all(hasattr(shard, "to_local") for shard in shards):
+    if not all(map(is_sharded, shards)):
         stop(
             "a parameter to train or to clip is not sharded, so its gradient would not be averaged: register it in a "
             "model, and give accelerator.prepare that model and its optimizers in one call"
@@ -71,15 +71,10 @@ def shards_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def train_shards(optimizer: Optimizer) -> None:
     """Replace the parameters of an optimizer by their shards."""
-    if any(not hasattr(parameter, "to_local") for parameter in optimizer.state):
-        stop(
-            f"{type(optimizer).__name__} makes its state when it is created, of whole tensors: with FSDP, prepare the "
-            "model first, and then create the optimizer from its parameters and prepare it"
-        )
+    for parameter in [parameter for parameter in optimizer.state if not is_sharded(parameter)]:
+        del optimizer.state[parameter]  # of the whole tensor, as Adagrad makes it at once
     for group in optimizer.param_groups:
         group["params"][:] = shards_of(group["params"])
-        if isinstance(optimizer, torch.optim.LBFGS) and any(len(p) % p.device_mesh.shape[-1] for p in group["params"]):
-            stop("LBFGS cannot join shards of unequal size: use DDP, or sizes that the number of shards divides")
 
 
 def supports_fused_step(accelerator: Accelerator) -> bool:
@@ -134,27 +129,23 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     average.module)` after `prepare`.
 
     Raises:
-        SystemExit: if the config file asks for what this does not do.
+        SystemExit: if the processes have different weights.
         ValueError: by torch, if the model has a parameter without dimensions, which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if isinstance(model, FSDPModule):
         return
     if not any(parameter.is_meta for parameter in model.parameters()):
-        _, ranks, differing = compare(bits_of(accelerator, dict(model.named_parameters())))
+        _, ranks, differing = compare(sum_bits(accelerator, dict(model.named_parameters())))
         if differing:
             stop(
                 f"{next(iter(differing))} differs between {ranks[0]} and {ranks[1]}, and unlike DDP, FSDP copies no "
                 "weights: all processes must make or load them, from the same seed or file"
             )
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
-    is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}
-    is_set["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu"
-    for key in [key for key, value in is_set.items() if value]:
-        stop(f"fsdp_{key}: true in the config file does not work with this script and device: set it to false")
     options = {
         # Virtual processes add gradients between the replicas, too.
         "mesh": accelerator.mesh["shards"] if accelerator.layout.virtual_processes else accelerator.mesh,
@@ -209,7 +200,7 @@ def refuse_written(module: nn.Module, *_) -> None:
 def refuse_freed(module: nn.Module, _, output) -> None:
     """Stop if an output lies in memory that is free: torch would read what lies there now, or end the process."""
     for tensor in tree_leaves(output):
-        is_whole = isinstance(tensor, torch.Tensor) and not hasattr(tensor, "to_local")
+        is_whole = isinstance(tensor, torch.Tensor) and not is_sharded(tensor)
         if is_whole and tensor.numel() and not tensor.untyped_storage().size():
             name = type(module).__name__.removeprefix("FSDP")
             stop(
@@ -257,7 +248,7 @@ def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     to_average, to_copy = [], []
     for pair in zip(*([*part.parameters(), *part.buffers()] for part in (average, model)), strict=True):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
-        shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in pair]
+        shards = [local_rows(tensor)[0] for tensor in pair]
         (to_average if decay and shards[0].is_floating_point() else to_copy).append(shards)
     if to_average:
         torch._foreach_lerp_(*zip(*to_average, strict=True), 1 - decay)

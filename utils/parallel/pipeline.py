@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class ModelParts(NamedTuple):
     """Describes a model that is split over processes, for `run.start`."""
 
     batch: str  # how the global batch is split, for the banner
-    notes: dict  # facts about this launch, for run.json
+    notes: dict  # entries of run.json about this launch
 
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
@@ -113,12 +113,12 @@ class OneProcess:
     max_in_flight: int  # the maximum number of micro-batches between their forward and backward pass
     group = None  # of processes
 
-    def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
+    def run(self, inputs: list[torch.Tensor], targets: Iterable, loss_fn: Callable) -> None:
         """Run the forward pass of each micro-batch and, if gradients are enabled, the backward pass.
 
         Args:
             inputs: a tensor (n, ...) per micro-batch; n may differ.
-            targets: one per micro-batch, of any type.
+            targets: one per micro-batch, of any type; an iterator is asked before each forward pass.
             loss_fn: loss_fn(output, target) returns a scalar, such as `batch.mean_loss(losses)`. The gradients of all
                 micro-batches are summed.
         """
@@ -164,26 +164,29 @@ class OverProcesses:
     device: torch.device
     schedules: dict = dataclasses.field(default_factory=dict)  # by the sizes that they were made for
 
-    def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
+    def run(self, inputs: list[torch.Tensor], targets: Iterable, loss_fn: Callable) -> None:
         """As OneProcess.run. Collective over the processes of the pipeline.
 
         Only the first stage uses the inputs' content, but all need their lengths; only the last one calls loss_fn.
         """
-        self.loss_fn = loss_fn
+        self.loss_fn, waiting = loss_fn, iter(targets)
+        # torch runs the micro-batches in order.
+        hook = self.stage.register_forward_pre_hook(lambda *_: self.targets.append(next(waiting)))
         # torch's schedules need micro-batches of equal size, so the pipeline is filled once per size.
-        micro_batches = zip(inputs, targets, strict=True)
-        for size, same_size in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
+        for size, same_size in itertools.groupby(inputs, len):
             same_size = list(same_size)
             at_once = 1 if self.schedule == "naive" else len(same_size)
             for start in range(0, len(same_size), at_once):
                 self._fill_and_drain(size, same_size[start : start + at_once])
+        hook.remove()
+        next(waiting, None)  # `targets` may have something to do after the last one
 
-    def _fill_and_drain(self, size: int, micro_batches: list[tuple]) -> None:
+    def _fill_and_drain(self, size: int, inputs: list[torch.Tensor]) -> None:
         training = torch.is_grad_enabled()
-        key = size, len(micro_batches), training
+        key = size, len(inputs), training
         if key not in self.schedules:
             self.schedules[key] = self._make_schedule(*key)
-        inputs, self.targets = zip(*micro_batches, strict=True)
+        self.targets = []
         step = self.schedules[key].step if training else self.schedules[key].eval
         # torch cuts tensors into the micro-batches; targets may be of any type, so it gets their numbers.
         step(torch.cat(inputs), target=torch.arange(len(inputs)))

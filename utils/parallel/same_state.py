@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from ..agree import compare
+from ..agree import compare, same_on_all
 from ..console import show, stop
 from .shards import is_sharded, local_rows, plain_name
 
@@ -38,7 +38,7 @@ def join(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def bits_of(accelerator: Accelerator, tensors: dict) -> dict:
+def sum_bits(accelerator: Accelerator, tensors: dict) -> dict:
     """The sum of the bits of each tensor, of this process's rows; waits for the GPU once.
 
     Each value counts as an integer of its size: a sum of floating-point numbers would depend on the order of additions.
@@ -51,7 +51,7 @@ def bits_of(accelerator: Accelerator, tensors: dict) -> dict:
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
-def buffers_of(models: dict[str, nn.Module], is_saved: bool = True) -> dict[str, tuple[torch.Tensor, nn.Module]]:
+def find_buffers(models: dict[str, nn.Module], is_saved: bool = True) -> dict[str, tuple[torch.Tensor, nn.Module]]:
     """The buffers that checkpoints have, or those that they lack, by `full_name`, and the module of each."""
     found = {}
     for owner, model in models.items():
@@ -78,24 +78,21 @@ def check_prepared(accelerator: Accelerator, checkpoints, is_meant: bool = False
     for owner, optimizer in {**checkpoints.optimizers, **{type(part).__name__: part for part in parts}}.items():
         for parameter in itertools.chain(*(group["params"] for group in getattr(optimizer, "param_groups", []))):
             name = checkpoints.names.get(id(parameter), "a parameter")
-            is_trained[name] = parameter.requires_grad
+            is_trained[f"{name}.requires_grad"] = parameter.requires_grad
             if parameter.requires_grad and id(parameter) not in known:
                 stop(
                     f"{owner} trains {name} of shape {tuple(parameter.shape)}, which no model from accelerator.prepare "
                     "has, so processes would not average its gradient: make it a parameter of the model, or give "
                     "prepare the optimizer and the module that has it, too"
                 )
-    _, ranks, differing = compare(is_trained)
-    for name, (on_other, _) in differing.items():
-        trains, freezes = ranks if on_other else ranks[::-1]
-        stop(f"{name} is trained on {trains}, and frozen or missing on {freezes}: freeze the same parameters on all")
+    same_on_all(is_trained)  # otherwise they would wait for each other's gradients
     saved = {id(parameter) for model in checkpoints.models.values() for parameter in model.parameters()}
     objects = {name: checkpoints.entries[name].save()[0] or {} for name in checkpoints.objects}
-    copies = bits_of(accelerator, {(name, key): t for name in objects for key, t in objects[name].items()})
+    copies = sum_bits(accelerator, {(name, key): t for name in objects for key, t in objects[name].items()})
     for model in models:
         trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         is_saved = not trained or not saved.isdisjoint(map(id, trained.values()))
-        if not is_saved and not {*bits_of(accelerator, trained).values()} <= {*copies.values()}:
+        if not is_saved and not {*sum_bits(accelerator, trained).values()} <= {*copies.values()}:
             stop(
                 f"run.start(checkpoint=...) lacks a {type(model).__name__} from accelerator.prepare, which trains "
                 f"{join([*trained])}: a resumed run would begin anew with it"
@@ -117,7 +114,7 @@ class StepRule:
 
     def __init__(self, accelerator: Accelerator, checkpoints, is_compared: bool):
         self.accelerator, self.checkpoints, self.is_compared = accelerator, checkpoints, is_compared
-        self.said, self.passes, self.after = set(), 0, {}
+        self.said, self.passes, self.after, self.batch = set(), 0, {}, None
         accelerator.watch_backward = self.backward
 
     def begin(self, batch, is_first: bool, is_free: bool) -> None:
@@ -131,47 +128,47 @@ class StepRule:
     def backward(self):
         """Wraps each backward pass."""
         self.passes += 1
+        if self.batch is None:
+            said = "a backward pass outside of {}: random numbers in it, as of dropout, depend on how a step is cut"
+            self._say(["run.seeded(batches)"], said, stops=False)
         if self.is_compared and self.passes == 1:
             self.before = now = self._state()
-            self._stop_if(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
-            self._stop_if(changed(self.after, now, "object"), f"{{}} {ONCE}")
+            self._say(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
+            self._say(changed(self.after, now, "object"), f"{{}} {ONCE}")
             advice = "if it follows the steps, as averages do, update it under `if accelerator.sync_gradients:`"
-            self._warn_if(changed(self.after, now, "own object"), f"{{}} changed with each micro-batch: {advice}")
+            self._say(
+                changed(self.after, now, "own object"), f"{{}} changed with each micro-batch: {advice}", stops=False
+            )
         yield
         self.after = self._state()
 
     def end(self, is_last: bool) -> None:
         """The loop asks for the next micro-batch; is_last: that is one of another step."""
-        layout = self.accelerator.layout
-        self.had_backward |= set() if self.batch.is_stand_in else {self.passes > 0}
+        batch, self.batch, layout = self.batch, None, self.accelerator.layout
+        self.had_backward |= set() if batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []
-        self._stop_if(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
-        is_mean = self.calls < type(self.batch).mean_loss_calls or self.is_free or layout.num_slots == 1
+        self._say(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
+        is_mean = self.calls < type(batch).mean_loss_calls or self.is_free or layout.num_slots == 1
         given = [] if is_mean or not self.passes else ["batch.mean_loss"]
-        self._warn_if(given, "a loss is not from {}, so parts of a batch count equally, whatever their size")
+        self._say(given, "a loss is not from {}, so parts of a batch count equally, whatever their size", stops=False)
         if not self.is_compared:
             return
         now = self._state()
         # At the end of a step, an average of the model may take its buffers.
-        if names := changed(self.start, self.before if is_last else now, "buffer"):
-            reason = f"{join(names)} changed in one micro-batch, of {layout.num_slots} in a step"
-            if layout.virtual_processes:
-                stop(f"{reason}, which --virtual_processes cannot add up: {AVERAGE_BUFFERS}")
-            self._warn_if(names, f"{reason}, so numbers depend on the number of processes: {AVERAGE_BUFFERS}")
+        names = changed(self.start, self.before if is_last else now, "buffer")
+        reason = f"{{}} changed in one micro-batch, of {layout.num_slots} in a step, so numbers depend on their number"
+        self._say(names, f"{reason}: {AVERAGE_BUFFERS}", stops=layout.virtual_processes > 0)
         if not self.passes:
             names = changed(self.start, now, "gradient")
-            self._stop_if(names, "the gradient of {} changed without accelerator.backward, which every loss needs")
+            self._say(names, "the gradient of {} changed without accelerator.backward, which every loss needs")
         elif not is_last:
             names = changed(self.start, now, "weight")  # not those that are put back, as in sharpness-aware steps
-            self._stop_if([name for name in changed(self.after, now, "weight") if name in names], f"{{}} {ONCE}")
+            self._say([name for name in changed(self.after, now, "weight") if name in names], f"{{}} {ONCE}")
 
-    def _stop_if(self, names: list[str], sentence: str) -> None:
-        if names and not self.is_free:
+    def _say(self, names: list[str], sentence: str, stops: bool = True) -> None:
+        """Stop if there are names; if a loop means it, or not `stops`, a warning, once for each sentence."""
+        if names and stops and not self.is_free:
             stop(sentence.format(join(names)))
-        self._warn_if(names, sentence)
-
-    def _warn_if(self, names: list[str], sentence: str) -> None:
-        """Once for each sentence."""
         if names and sentence not in self.said and self.accelerator.is_main_process:
             show(f"warning: {sentence.format(join(names))}", "yellow")
         self.said |= {sentence} if names else set()
@@ -188,7 +185,7 @@ class StepRule:
             tensors |= {("gradient", *key): parameter.grad} if parameter.grad is not None else {}
         averages = [model for model in checkpoints.models.values() if isinstance(model, AveragedModel)]
         of_averages = {id(module) for average in averages for module in average.modules()}
-        for name, (buffer, module) in buffers_of(checkpoints.models).items():
+        for name, (buffer, module) in find_buffers(checkpoints.models).items():
             is_mean = isinstance(module, nn.SyncBatchNorm) or getattr(module, "is_averaged", False)
             if module.training and not is_mean:
                 tensors["object" if id(module) in of_averages else "buffer", name, buffer.shape] = buffer
@@ -196,7 +193,7 @@ class StepRule:
             kind = "object" if owner in checkpoints.optimizers or isinstance(part, LRScheduler) else "own object"
             saved, state[kind, owner] = checkpoints.entries[owner].save()
             tensors |= {(kind, owner, key): tensor for key, tensor in (saved or {}).items()}
-        return state | bits_of(self.accelerator, tensors)
+        return state | sum_bits(self.accelerator, tensors)
 
 
 def changed(before: dict[tuple, object], now: dict[tuple, object], kind: str) -> list[str]:
@@ -222,13 +219,13 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module], warned: set[st
             if isinstance(tensor, torch.Tensor) and (has_replicas or not is_sharded(tensor)):
                 (mild if id(tensor) in followed else tensors)[full_name(owner, name)] = tensor
     if is_first:
-        mild |= {name: buffer for name, (buffer, _) in buffers_of(models, is_saved=False).items()}
-    sums = bits_of(accelerator, tensors)
+        mild |= {name: buffer for name, (buffer, _) in find_buffers(models, is_saved=False).items()}
+    sums = sum_bits(accelerator, tensors)
     if any(map(is_sharded, tensors.values())):
         whole = torch.tensor([*sums.values()], device=accelerator.device)
         distributed.all_reduce(whole, group=accelerator.mesh.get_group("shards"))
         sums |= {name: s for name, s in zip(sums, whole.tolist(), strict=True) if is_sharded(tensors[name])}
-    mild_sums = bits_of(accelerator, {(name, tuple(buffer.shape)): buffer for name, buffer in mild.items()})
+    mild_sums = sum_bits(accelerator, {(name, tuple(buffer.shape)): buffer for name, buffer in mild.items()})
     _, ranks, differing = compare({"": accelerator.sharded_calls} | sums | mild_sums)
     if "" in differing:
         stop(
@@ -239,8 +236,6 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module], warned: set[st
         tensor = tensors[names[0]]
         if not isinstance(tensor, nn.Parameter):
             advice = f"This buffer depends on the process's own samples: {AVERAGE_BUFFERS}"
-        elif is_sharded(tensor):
-            advice = "HSDP copies no weights between replicas: all processes must make them from the same seed or files"
         else:
             advice = (
                 "Gradients are averaged by accelerator.backward alone, once per forward pass of the prepared model, of "
