@@ -205,7 +205,7 @@ class Proof:
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
         self.report.add("", [Note("not compared", reason) for reason in reasons])
         same = f"the same {join_compared(self.compared)} on {and_join(self.counts)} processes"
-        if "gradients" not in self.compared or "steps" in self.not_compared:
+        if "gradients" not in self.compared or self.not_compared.keys() & {"steps", "random numbers"}:
             code = CANNOT_TELL if self.args.strict else PROVEN
             return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
@@ -464,7 +464,9 @@ class Proof:
         # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []
-        if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
+        found = resuming.differing_ranks(third.records, self.is_divided)
+        noise = several.noise(Comparison(self.reference, third.records))  # by a random state that all have loaded
+        if not third.error and self.report.add(name, [*found, *noise]):
             return
         if third.error or len(third.records) < more or third.waits:
             problems = [Note(name, third.error or "it did not end")]

@@ -80,6 +80,7 @@ FOUND = {
     "bugs/resume/off_by_one_at_the_boundary": "resume",
     "bugs/resume/optimizer_is_not_saved": "checkpoint_lacks",
     "bugs/resume/order_drawn_anew": "resume",
+    "bugs/resume/random_state_of_rank_0": "same_noise",
     "bugs/resume/saved_before_the_step": "resume",
     "bugs/resume/scaler_is_not_restored": "resume",
     "bugs/resume/schedule_is_not_restored": "resume",
@@ -110,6 +111,7 @@ FOUND = {
 }
 NOTED = {
     "bugs/evaluation/drop_last_in_the_test": "drop_last leaves out",
+    "bugs/randomness/seeded_in_every_epoch": "not compared: random numbers: randn draws those of step 1 again",
     "bugs/reduction/head_outside_the_optimizer": "a gradient, and in no optimizer",
     "bugs/schedules/grows_with_processes": "2 times as high on 2 processes",
     "bugs/schedules/step_per_micro_batch": "steps 2 times per step",

@@ -21,6 +21,7 @@ def findings(comparison: Comparison) -> Findings:
     yield from _initial_weights(comparison)
     yield from single.loaded(comparison.ranks[0]) if not comparison.reference.facts.loads_nothing else ()
     yield from _draws(comparison)
+    _note_repeated_draws(comparison)
     yield from _plateaus(comparison)
     if not any(each.kind for each in found):
         yield from steps.findings(comparison)
@@ -37,11 +38,11 @@ def _initial_weights(comparison: Comparison) -> Findings:
 
 def _draws(comparison: Comparison) -> Findings:
     """The same random numbers for the samples of different processes: the first of these that is found."""
-    finders = (_noise, _worker_seeds, _augmentation)
+    finders = (noise, _worker_seeds, _augmentation)
     yield from itertools.islice(itertools.chain.from_iterable(find(comparison) for find in finders), 1)
 
 
-def _noise(comparison: Comparison) -> Findings:
+def noise(comparison: Comparison) -> Findings:
     """Three draws by sample from generators in one state. Their shapes may differ, as by padding, and then the later
     states differ, too."""
     by_line = collections.defaultdict(list)
@@ -58,6 +59,18 @@ def _noise(comparison: Comparison) -> Findings:
             yield Note("random numbers", f"{message}: seed + rank gives each its own", number, line)
         else:
             yield Finding("same_noise", "random numbers", message, number, line)
+
+
+def _note_repeated_draws(comparison: Comparison) -> None:
+    """Three steps that draw the numbers of an earlier one, as in pytorch/pytorch#5059: they may be meant."""
+    first, again = {}, {}
+    for number, step in enumerate(comparison.reference.steps, 1):
+        for draw in (draw for draw in step.drawn if draw.is_per_sample and draw.rows > 1):
+            if (before := first.setdefault((draw.line, draw.state), number)) < number:
+                message = f"{draw.name} draws those of step {before} again in step {number} ({draw.line})"
+                again.setdefault(number, message)
+    if len(again) > 2:
+        comparison.not_compared["random numbers"] = next(iter(again.values()))
 
 
 def _worker_seeds(comparison: Comparison) -> Findings:

@@ -56,7 +56,6 @@ def findings(record: Record) -> Findings:
     if usual_micro_batches(record) > 1 and (name := changing_buffer(record)):
         message = f"each forward pass changes the buffer {name}: with accumulation, it changes in each micro-batch"
         yield Note("gradient", message, None, first_line(record.steps[0]))
-    yield from _seeds_again(record)
     yield from loaded(record)
     facts = record.facts
     if facts.run and facts.is_complete and not facts.is_finished:
@@ -92,19 +91,6 @@ def total_weight(record: Record, step: Step) -> float | None:
     """The coefficient of the mean of a step's losses in the gradient; None where it is not known."""
     found = weights(record, step)
     return None if found is None else sum(weight for weight, _, _ in found)
-
-
-def _seeds_again(record: Record) -> Findings:
-    """Three steps that draw the numbers of an earlier one, as in pytorch/pytorch#5059."""
-    first, again = {}, []
-    for number, step in enumerate(record.steps, 1):
-        for draw in (draw for draw in step.drawn if draw.is_per_sample and draw.rows > 1):
-            if (before := first.setdefault((draw.line, draw.state), number)) < number:
-                again.append((number, before, draw))
-    if len({number for number, *_ in again}) > 2:
-        number, before, draw = again[0]
-        message = f"{draw.name} draws the same numbers as in step {before}, as where each epoch begins with one seed"
-        yield Note("random numbers", message, number, draw.line)
 
 
 def _untrained(record: Record) -> Findings:
