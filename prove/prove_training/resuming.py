@@ -1,6 +1,7 @@
 """Compares a resumed run with one that was not interrupted: pure functions of records."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from .records import Record, Step
 from .stages import Finding, Findings, Note, named, parts_of, passes_of, ranks_differ, samples_of
@@ -19,6 +20,29 @@ def merged(ranks: list[Record]) -> Record:
     return replace(ranks[0], steps=steps)
 
 
+class Resumed(NamedTuple):
+    """A run that was not interrupted, and one that continued from a checkpoint after `done` steps."""
+
+    whole: Record
+    record: Record
+    done: int
+
+    @property
+    def steps(self) -> tuple[Step, Step]:
+        """The first step after the checkpoint, without the interruption and with it."""
+        return self.whole.steps[self.done], self.record.steps[0]
+
+    def differing(self, kind: str) -> str:
+        """What differs in that step, as "weight and 2 others"; "" if nothing does."""
+        known, loaded = (getattr(step, kind) for step in self.steps)
+        names = [name for name, value in known.items() if name not in loaded or differ(value, loaded[name]) > SAME]
+        return named(names) if names else ""
+
+    def wrong(self, stage: str, message: str, after: int = 0) -> Finding:
+        step = self.record.steps[after]
+        return Finding("resume", f"resumed {stage}", message, self.done + after + 1, step.line)
+
+
 def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = True) -> Findings:
     """Findings, in the order in which things happen.
 
@@ -33,43 +57,46 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
     if len(whole.steps) <= done:
         yield Note("resume", f"not compared: the checkpoint is of the last step, {done}")
         return
-    first, expected = resumed.steps[0], whole.steps[done]
-
-    def wrong(stage: str, message: str, step: int = done + 1, line: str = first.line) -> Finding:
-        return Finding("resume", f"resumed {stage}", message, step, line)
-
-    def differing(kind: str) -> list[str]:
-        known, loaded = getattr(expected, kind), getattr(first, kind)
-        return [name for name, value in known.items() if name not in loaded or differ(value, loaded[name]) > SAME]
-
-    found = []
-    if names := differing("before"):
-        message = f"{named(names)}: the weights after step {done} are not those of the checkpoint"
-        message += ", which has them in 16 bits" * any(save.is_rounded for save in whole.saves)
-        found.append(wrong("weights", message))
-    elif names := differing("state_before"):
-        found.append(wrong("optimizer", f"{named(names)}: the state of the optimizer is not restored"))
-    # A schedule that is not saved may differ in the second step only: the optimizer state has the first rate.
-    for number, (step, other) in enumerate(zip(resumed.steps, whole.steps[done:], strict=False), done + 1):
-        if message := differing_rate(step.rates, other.rates, whole):
-            found.append(wrong("learning rate", message, number, step.line))
-            break
-    if samples_of(expected) and samples_of(first) != samples_of(expected):
-        epochs = [epoch_of(record, pass_of(step) or ("", 0)) for record, step in ((whole, expected), (resumed, first))]
-        if message := differing_samples(whole, resumed, done):
-            found.append(wrong("samples", message))
-        elif None not in epochs and epochs[0] != epochs[1]:
-            found.append(wrong("samples", f"the epoch has the order of epoch {epochs[1]}, and not of {epochs[0]}"))
-        else:
-            message = "the next epoch has a different order than without the interruption"
-            found.append(Note("resume", message, done + 1, first.line))
-    elif not resumed.facts.has_saved and (missing := later_samples(whole, resumed, done)):
-        found.append(wrong("samples", f"{plural(missing, 'sample')} of the next epoch are skipped"))
-    draws = any(step.drawn or any(micro.draws for micro in step.micro_batches) for step in (first, expected))
-    if not found and has_gradients and not draws and (names := differing("gradients")):
-        message = f"{named(names)}: a different gradient from the same weights and samples: "
-        found.append(wrong("gradient", f"{message}something else is not restored"))
+    both = Resumed(whole, resumed, done)
+    found = [finding for finding in (_state(both), _rate(both), _samples(both)) if finding]
     yield from found
+    draws = any(step.drawn or any(micro.draws for micro in step.micro_batches) for step in both.steps)
+    if not found and has_gradients and not draws and (names := both.differing("gradients")):
+        message = f"{names}: a different gradient from the same weights and samples: something else is not restored"
+        yield both.wrong("gradient", message)
+
+
+def _state(both: Resumed) -> Finding | None:
+    if names := both.differing("before"):
+        message = f"{names}: the weights after step {both.done} are not those of the checkpoint"
+        message += ", which has them in 16 bits" * any(save.is_rounded for save in both.whole.saves)
+        return both.wrong("weights", message)
+    if names := both.differing("state_before"):
+        return both.wrong("optimizer", f"{names}: the state of the optimizer is not restored")
+    return None
+
+
+def _rate(both: Resumed) -> Finding | None:
+    """A schedule that is not saved may differ in the second step only: the optimizer state has the first rate."""
+    for after, (step, other) in enumerate(zip(both.record.steps, both.whole.steps[both.done :], strict=False)):
+        if message := differing_rate(step.rates, other.rates, both.whole):
+            return both.wrong("learning rate", message, after)
+    return None
+
+
+def _samples(both: Resumed) -> Finding | Note | None:
+    whole, record, (expected, first) = both.whole, both.record, both.steps
+    if not samples_of(expected) or samples_of(first) == samples_of(expected):
+        missing = 0 if record.facts.has_saved else later_samples(whole, record, both.done)
+        message = f"{plural(missing, 'sample')} of the next epoch are skipped"
+        return both.wrong("samples", message) if missing else None
+    if message := differing_samples(whole, record, both.done):
+        return both.wrong("samples", message)
+    right, epoch = (epoch_of(*each) for each in ((whole, pass_of(expected)), (record, pass_of(first))))
+    if None not in (right, epoch) and right != epoch:
+        return both.wrong("samples", f"the epoch has the order of epoch {epoch}, and not of {right}")
+    message = "the next epoch has a different order than without the interruption"
+    return Note("resume", message, both.done + 1, first.line)
 
 
 def differing_ranks(ranks: list[Record], is_divided: bool) -> Findings:
@@ -93,7 +120,7 @@ def differing_ranks(ranks: list[Record], is_divided: bool) -> Findings:
                 return
 
 
-def epoch_of(record: Record, place: tuple[str, int]) -> int | None:
+def epoch_of(record: Record, place: tuple[str, int] | None) -> int | None:
     """What set_epoch got for a pass over the training data."""
     return next((each.epoch for each in record.passes if (each.key, each.number) == place), None)
 

@@ -224,20 +224,35 @@ def _gradient(
     if steps[0].in_step:
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
-    first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
-    largest = max(map(norm_of, [*values.values(), *found.values()]))
-    if math.isnan(first) and largest < NOTHING:
+    line = steps[0].micro_batches[-1].line
+    if math.isnan(one_factor(factors)) and max(map(norm_of, [*values.values(), *found.values()])) < NOTHING:
         comparison.not_compared["gradients"] = f"they are rounding alone, as where all inputs are equal ({line})"
         return
-    message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
-    may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
-    if not math.isnan(first) and not may_remember:
-        message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+    finding = _difference(comparison, expected, steps, kind_of, factors)._replace(step=number)
+    if not are_unequal(coefficients(comparison, steps)):
+        yield finding
+    elif is_rest(comparison, expected) and not comparison.is_exact:
+        # Else _losses reports it.
+        message = f"the last step of an epoch: {finding.message}, a mean of means over unequal parts"
+        yield Note("gradient", message, number, finding.line)
+
+
+def _difference(
+    comparison: Comparison, expected: Step, steps: tuple[Step, ...], kind_of: str, factors: dict[str, float]
+) -> Finding:
+    """The finding for gradients that differ, by one factor or by none."""
+    first, micro, kind = one_factor(factors), steps[0].micro_batches[-1], "gradient"
+    message, line = "not a multiple of what it is on 1 process", micro.line
+    if math.isnan(first) or (comparison.has_repeated and close(first, 1.0, 0.05)):  # by a sample that was there twice
+        message += _cause(expected, steps, factors)
+    else:
+        kind, message = "factor", f"{first:.4g} times what it is on 1 process"
         if close(first, 1.0, NEARLY):
-            most, kind = max(differ(values[name], found[name]) for name in factors), "float_sums"
-            message = f"{named(factors)}: other bits than on 1 process, by up to {most:.1e} of its value"
+            one, other = getattr(expected, kind_of), getattr(steps[0], kind_of)
+            most, kind = max(differ(one[name], other[name]) for name in factors), "float_sums"
+            message = f"other bits than on 1 process, by up to {most:.1e} of its value"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
-        is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
+        is_before = kind_of == "gradients"
         if is_before and all(close(total, 1.0) for total in totals):
             message += ", and the loss is not: the gradient is changed after the backward pass"
         elif is_before and micro.losses and not micro.scales:
@@ -246,12 +261,7 @@ def _gradient(
     message += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, message = "gather", line_of_call, f"{message}, and no gradient goes through {name}"
-    if not are_unequal(coefficients(comparison, steps)):
-        yield Finding(kind, "gradient", message, number, line)
-    elif is_rest(comparison, expected) and not comparison.is_exact:
-        # Else _losses reports it.
-        message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
-        yield Note("gradient", message, number, line)
+    return Finding(kind, "gradient", f"{named(factors)}: {message}", None, line)
 
 
 def factors_of(
