@@ -555,9 +555,6 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
         if line := outcome.records[0].facts.data_parallel:
             message = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
             changes = f"take nn.DataParallel out; {CHANGES}"
-        if line := outcome.records[0].facts.several_devices:
-            message = f"the layers of its model are on several devices ({line}), of which one process uses all"
-            changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
         raise CannotTell(f"{message}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:

@@ -91,8 +91,6 @@ class MicroBatch:
     draws: bool = False  # the loop has drawn random numbers before it
     line: str = ""
     scales: bool = False  # the line multiplies or divides
-    targets: dict[int, int] = field(default_factory=dict)  # how often the loss compares with each whole number
-    class_weights: str = ""  # their digest
 
 
 @dataclass
@@ -186,7 +184,6 @@ class Facts:
     sharded: str = ""
     mesh: int = 0  # processes for a mesh of several dimensions, such as HSDP's
     data_parallel: str = ""
-    several_devices: str = ""  # of one model
     waiting: int = 0  # backward passes after the last step
     layers: list[str] = field(default_factory=list)  # lines
     ddp: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ from prove_training.records import (
     Draw,
 )
 from prove_training.stages import Comparison, several, single
-from tests.made_up import digests_of, drawn, evaluation, every_step, found, made_up, scale
+from tests.made_up import digests_of, drawn, every_step, found, made_up, scale
 
 
 def test_samples_that_nothing_is_known_of_are_not_called_the_same():
@@ -256,14 +256,3 @@ def test_other_samples_may_be_left_out_of_the_last_batch():
     assert found(reference, ranks) == []
     digests_of(ranks[1], 1).digests = ["other 1", "other 2", "other 3"]
     assert [finding.kind for finding in found(reference, ranks)] == ["items"]
-
-
-@pytest.mark.parametrize(("key", "kinds"), [("loader", []), ("test", ["split"])])
-def test_samples_that_a_teacher_has_seen_are_not_those_of_a_test(key, kinds):
-    (reference,), ranks = made_up(), made_up(2)
-    for record in (reference, *ranks):
-        record.facts.loaders["loader"].drop_last, record.facts.loaders["loader"].items = True, 26
-    digests_of(ranks[1], 2).digests = ["24", "25", "13"]
-    reference.evaluations.append(evaluation())
-    reference.evaluations[0].samples = {key: ["24", "25"]}
-    assert [finding.kind for finding in found(reference, ranks)] == kinds

@@ -222,35 +222,12 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("data_parallel", "nn.DataParallel gives each process all GPUs"),
         lambda one, ranks: [setattr(rank.facts, "data_parallel", "train.py:4") for rank in ranks],
     ),
-    "class weights of each process": (
-        ("gradient", "not a multiple of what it is on 1 process: the weights of the classes in the loss differ"),
-        lambda one, ranks: [
-            setattr(ranks[2].steps[0].micro_batches[0], "class_weights", "others"),
-            setattr(ranks[1].steps[0].micro_batches[0], "class_weights", "mine"),
-            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
-        ],
-    ),
-    "labels of each process": (
-        ("gradient", "the targets of the loss differ from those of the same samples on 1 process"),
-        lambda one, ranks: [
-            setattr(one.steps[0].micro_batches[0], "targets", {0: 1, 1: 2}),
-            *(
-                setattr(rank.steps[0].micro_batches[0], "targets", {label: 1})
-                for rank, label in zip(ranks, (0, 0, 1), strict=True)
-            ),
-            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
-        ],
-    ),
     "a buffer of each process": (
         ("gradient", "the buffer center differs, which each forward pass changes by its own samples"),
         lambda one, ranks: [
             *(setattr(rank.steps[0], "buffers", {"center": str(rank.rank // 2)}) for rank in (one, *ranks)),
             *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
         ],
-    ),
-    "a penalty times the batch": (
-        ("gradient", "the difference is a multiple of the weights, as of a penalty that grows with the batch"),
-        lambda one, ranks: [add(rank.steps[0].gradients, [0.1, 0.1, 0.1]) for rank in ranks],
     ),
     "workers that are seeded alike": (
         ("worker_seeds", "worker_init_fn gives the workers of each process the same numbers"),

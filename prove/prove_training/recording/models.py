@@ -21,7 +21,6 @@ STEPS_WITHOUT_LOADER = 10
 DISK = 0.5  # of the free space may be taken by shared weights
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
-WITH_WEIGHTS = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
@@ -49,8 +48,6 @@ class Models:
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
-            if len({each.prove_device for each in model.parameters() if hasattr(each, "prove_device")}) > 1:
-                recording.facts.several_devices = recording.where.line()
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
             if not recording.record.initial and self.optimizers:
@@ -185,17 +182,9 @@ class Models:
             count = target.numel() if isinstance(target, torch.Tensor) else 1
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
-        step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
-        if name in WITH_WEIGHTS and len(args) > 2:
-            weight = args[2]
-        is_class = isinstance(target, torch.Tensor) and not target.is_floating_point()
-        targets = [each.tolist() for each in target.unique(return_counts=True)] if is_class else [[], []]
+        step, line = self.recording.step, self.recording.where.line()
 
         def note(gradient: torch.Tensor) -> None:
-            if step.micro_batches:
-                micro = step.micro_batches[-1]
-                micro.targets = dict(zip(*targets, strict=True))
-                micro.class_weights = digest(weight) if weight is not None else ""
             weights = gradient[gradient != 0]
             if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):
                 return  # as with a weight for each time step

@@ -66,10 +66,6 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if function in (torch.Tensor.cuda, torch.Tensor.to) and isinstance(args[0], torch.nn.Parameter):
-            device = args[1] if len(args) > 1 else kwargs.get("device", 0 if function is torch.Tensor.cuda else None)
-            if isinstance(device, (int, str, torch.device)) and on_cpu(device) != device:
-                args[0].prove_device = torch.device(device).index or 0
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if function is torch.Tensor.to:

@@ -140,16 +140,6 @@ def _part_of_the_data(epoch: Epoch) -> str | None:
     return f"{why} ({epoch.loader.line})"
 
 
-def _tested_samples(epoch: Epoch) -> Finding | None:
-    """Samples of the training data of another process; a teacher sees the samples that it teaches."""
-    tests = [test.samples for test in epoch.comparison.reference.evaluations]
-    tested = {each for samples in tests for other, some in samples.items() if other != epoch.key for each in some}
-    if leaked := tested.intersection(epoch.unknown):
-        message = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
-        return epoch.finding("split", message)
-    return None
-
-
 def _other_items(epoch: Epoch) -> Finding | None:
     loader = epoch.loader
     dropped = loader.items - epoch.expected.total() if loader.drop_last and loader.items else 0
@@ -195,7 +185,6 @@ RULES = (  # the first that applies to an epoch ends it: with a finding, or with
     _overlapping_parts,
     _made_by_script,
     _part_of_the_data,
-    _tested_samples,
     _other_items,
     _missing_samples,
     _more_samples,

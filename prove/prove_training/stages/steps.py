@@ -244,7 +244,9 @@ def _difference(
     first, micro, kind = one_factor(factors), steps[0].micro_batches[-1], "gradient"
     message, line = "not a multiple of what it is on 1 process", micro.line
     if math.isnan(first) or (comparison.has_repeated and close(first, 1.0, 0.05)):  # by a sample that was there twice
-        message += _cause(expected, steps, factors)
+        for name, value in expected.buffers.items():
+            if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
+                message += f": the buffer {name} differs, which each forward pass changes by its own samples"
     else:
         kind, message = "factor", f"{first:.4g} times what it is on 1 process"
         if close(first, 1.0, NEARLY):
@@ -285,25 +287,6 @@ def one_factor(factors: dict[str, float]) -> float:
     return first if all(close(factor, first, 1e-2) for factor in factors.values()) else math.nan
 
 
-def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
-    """What the records show of why gradients differ by no one factor; "" if nothing."""
-    if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
-        return ": the weights of the classes in the loss differ between the processes"
-    if targets_of((expected,)) != targets_of(steps):
-        return ": the targets of the loss differ from those of the same samples on 1 process"
-    for name, value in expected.buffers.items():
-        if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
-            return f": the buffer {name} differs, which each forward pass changes by its own samples"
-    known = [(expected.gradients[name], steps[0].gradients[name], expected.before.get(name)) for name in factors]
-    for name, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
-        if all(
-            weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
-            for one, other, weights in known
-        ):
-            return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
-    return ""
-
-
 def with_cause(reference: Record, own: list[Record], finding: Finding | Note) -> Finding | Note:
     """A finding of gradients, with its cause if each process divides by a number of its own samples.
 
@@ -339,16 +322,6 @@ def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
     is_sum = len(right) > 4 * len(steps) and rest < TOLERANCE and bool((parts > 0).all())
     is_equal = close(float(parts.min()), float(parts.max()), 1e-2)
     return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) and not is_equal else []
-
-
-def targets_of(steps: tuple[Step, ...]) -> collections.Counter:
-    micro_batches = (micro for step in steps for micro in step.micro_batches)
-    return sum((collections.Counter(micro.targets) for micro in micro_batches), collections.Counter())
-
-
-def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
-    rest = one - float(one @ other / (other @ other).clamp_min(1e-30)) * other
-    return float(torch.linalg.vector_norm(rest)) < 1e-2 * float(torch.linalg.vector_norm(one))
 
 
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:

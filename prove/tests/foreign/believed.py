@@ -160,18 +160,6 @@ BELIEVED = {
         "cannot tell: nn.DataParallel (plain.py:10) trains on one process with all its GPUs, and knows no others. To "
         "change first: take nn.DataParallel out",
     ),
-    "a model over several devices": Believed(
-        "plain",
-        [
-            (
-                "model = nn.Linear(6, 1)",
-                'model = nn.Sequential(nn.Linear(6, 6).to("cuda:0"), nn.Linear(6, 1).to("cuda:1"))',
-            ),
-            ("model(x), y", 'model(x.to("cuda:0")), y.to("cuda:1")'),
-        ],
-        3,
-        "cannot tell: the layers of its model are on several devices (plain.py:14)",
-    ),
     "a mistake on one process": Believed(
         "plain", [("        optimizer.zero_grad()\n", "")], 1, "the gradients of the step before", "zero_grad"
     ),
