@@ -147,9 +147,9 @@ BETWEEN_REPLICAS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old", BETWEEN_REPLICAS)
-@pytest.mark.parametrize("mesh", ["(world // 2, 2)", "(2, 2)"])
-def test_a_mistake_between_the_replicas_of_hsdp_is_named(prove_it, old, mesh):
+def test_a_mistake_between_the_replicas_of_hsdp_is_named(prove_it, old):
     new, words = BETWEEN_REPLICAS[old]
+    mesh = "(2, 2)" if old.startswith("mesh") else "(world // 2, 2)"
     said = prove_it(FOREIGN / "hsdp.py", [(old, new), ("(world // 2, 2)", mesh)], processes=None)
     assert said.code == 1, said.text
     assert words in said.verdict

@@ -24,56 +24,57 @@ from tests.corpus import FOUND
 from tests.foreign.mistakes import MISTAKES
 
 
-@pytest.mark.slow
-def test_a_test_of_another_repository_gets_the_report(tmp_path):
-    text = (ROOT / "tests" / "foreign" / "ddp_series.py").read_text()
-    text = text.replace("loss.backward()", "(loss / int(os.environ['WORLD_SIZE'])).backward()")  # DDP divides, too
-    (tmp_path / "mine.py").write_text(text)
-    said = prove("--processes", "2", str(tmp_path / "mine.py"), "--batch_size", "16")
-    assert said["code"] == 1
-    finding = said["findings"][0]
-    assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
-    assert finding["line"] == "mine.py:53"
-
-
-@pytest.mark.slow
-def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
-    """Also where the script has a relative idea of `utils`, as a module of a package, and where it says "accelerate",
-    for which prove imports the library datasets."""
+@pytest.fixture
+def crowded(tmp_path, monkeypatch):
+    """A folder with modules that have the names of others, and a script that uses them; it says "accelerate", for which
+    prove imports the library datasets. Returns the text of the script."""
     for name in ("queue", "mistakes", "text", "prove"):
         (tmp_path / f"{name}.py").write_text("raise ImportError\n")
     (tmp_path / "utils.py").write_text("def lr():\n    return 1e-2\n")
     (tmp_path / "datasets.py").write_text("FACTOR = 1.0\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "rates.py").write_text("MOMENTUM = 1.0\n")
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "tests" / "foreign" / "ddp_series.py").read_text()
     imported = "import datasets  # to accelerate it\nimport torch\nimport utils\nfrom tests import rates\n"
     text = text.replace("import torch\n", imported, 1)
-    text = text.replace("lr=1e-2", "lr=utils.lr() * datasets.FACTOR * rates.MOMENTUM")
-    (tmp_path / "train.py").write_text(text)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "rates.py").write_text("def lr():\n    return 1e-2\n")
-    text = text.replace("import utils\n", "from . import rates as utils\n")
-    (tmp_path / "package" / "train.py").write_text(text)
-    by_name = os.environ | {"PYTHONPATH": str(ROOT)}
-    for words, script, variables in (
-        ([ROOT], ["train.py"], os.environ),
-        ([ROOT / "prove_training"], ["train.py"], os.environ),
-        (["-m", "prove_training"], ["-m", "package.train"], by_name),
-    ):
-        command = [sys.executable, *map(str, words), "--processes", "2", *script]
-        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.splitlines()[-1].startswith("proven: ")
+    return text.replace("lr=1e-2", "lr=utils.lr() * datasets.FACTOR * rates.MOMENTUM")
 
 
 @pytest.mark.slow
-def test_a_path_with_dots_is_no_reason_to_name_a_line_of_prove():
-    script = "silent_bugs/bugs/reduction/divided_by_processes.py"
-    command = [sys.executable, f"../{ROOT.name}", "--processes", "2", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"between the loss and its backward pass at {script}:" in done.stdout.splitlines()[-1]
+def test_a_test_of_another_repository_gets_the_report(crowded):
+    text = crowded.replace("loss.backward()", "(loss / int(os.environ['WORLD_SIZE'])).backward()")  # DDP divides, too
+    Path("mine.py").write_text(text)
+    said = prove("--processes", "2", "mine.py", "--batch_size", "16")
+    assert said["code"] == 1
+    finding = said["findings"][0]
+    assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
+    assert finding["line"] == "mine.py:56"
+
+
+def started(*words: str, **variables) -> tuple[int, str]:
+    """The exit code of a command, and the last line that it prints."""
+    done = subprocess.run([sys.executable, *words], env=os.environ | variables, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    return done.returncode, done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_path_with_dots_is_no_reason_to_name_a_line_of_prove(crowded):
+    divided = "loss = loss / int(os.environ['WORLD_SIZE'])\n        loss.backward()"
+    Path("train.py").write_text(crowded.replace("loss.backward()", divided))
+    code, verdict = started(os.path.relpath(ROOT), "--processes", "2", "train.py")
+    assert (code, "between the loss and its backward pass at train.py:57" in verdict) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_module_is_started_by_its_name_and_has_a_relative_idea_of_its_neighbours(crowded):
+    Path("package").mkdir()
+    Path("package", "rates.py").write_text("def lr():\n    return 1e-2\n")
+    Path("package", "train.py").write_text(crowded.replace("import utils\n", "from . import rates as utils\n"))
+    words = ("-m", "prove_training", "--processes", "2", "-m", "package.train")
+    code, verdict = started(*words, PYTHONPATH=str(ROOT))
+    assert (code, verdict.partition(":")[0]) == (0, "proven")
 
 
 @pytest.mark.slow
