@@ -287,8 +287,6 @@ class Proof:
             length = loader.length
             words += f", {min(length, self.plan.limit)} of {length} training samples" if length else ""
         self.report.say(words)
-        if self.plan.without_gpu:
-            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if written := self.plan.asked and self.runs.written(self.plan.asked):
             message = f"the script's {written} is replaced by the number of processes of each run"
             self.report.add("", [Note("comparison", message)])
@@ -299,9 +297,14 @@ class Proof:
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong."""
         name, (outcome, comparison, found) = plural(processes, "process"), self._run_several(processes)
+        if self.plan.without_gpu:
+            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if comparison is None and isinstance(found[0], Note):
             raise CannotTell(found[0].message)
         if any(finding.kind == "items" for finding in found) and self._seeds_items(processes, outcome.records[0]):
+            return self._compare(processes)
+        if is_about_gpus(outcome.error) and not self.plan.without_gpu:  # as model.to(rank) with a launcher only
+            self._refer_again(without_gpu=True)
             return self._compare(processes)
         if self._is_refused(processes, outcome):
             return True
@@ -363,10 +366,18 @@ class Proof:
             return False
         if self.plan.seeds_own:
             raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
-        self.plan.seeds_own = True
-        self.reference = self.runs(1, self.plan).records[0]
-        self._repeat(self.reference.facts)
+        self._refer_again(seeds_own=True)
         return True
+
+    def _refer_again(self, **changes) -> None:
+        """Take another run on one process as the reference."""
+        self.plan = replace(self.plan, **changes)
+        outcome = self.runs(1, self.plan)
+        if not has_run(outcome):
+            why = outcome.error or outcome.records[0].facts.cannot_tell or "it did not end"
+            raise CannotTell(f"on one process, in another run: {why}")
+        self.reference = outcome.records[0]
+        self._repeat(self.reference.facts)
 
     def _is_refused(self, processes: int, outcome: Outcome) -> bool:
         """Whether the script refuses this number of processes, and not the first one."""

@@ -3,6 +3,7 @@
 Importing torch and Accelerate takes longer than the few steps of a run, so it is done once.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -130,8 +131,10 @@ class Runs:
         os.chdir(changes / str(self.folders.index(self.cwd)))
 
     def _address(self) -> dict[str, str]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        """A free port below those that the system gives to other programs before the script takes it."""
+        for port in itertools.count(10_000 + os.getpid() % 20_000):
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def _variables(self, plan: Plan, rank: int) -> dict[str, str]:
         """As torchrun sets them."""

@@ -281,6 +281,7 @@ UNUSUAL = {
     "asks_for_its_group": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "replaces_its_streams": (2, "fails: on one process, replaces_its_streams.py:16: ValueError: no data"),
     "counts_integers_on_the_gpu": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "gpu_with_a_launcher": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "steps_by_its_batch": (0, "proven: the same samples, gradients and weights on"),
     "items_ignore_their_index": (3, "nothing wrong found; not compared: samples, gradients"),
     "for_two_gpus_at_least": (0, "proven: the same samples, gradients"),

@@ -1,6 +1,7 @@
 """The verdict: runs that fail, wait or refuse, and further runs that show a cause. The runs are made up."""
 
 import argparse
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -280,6 +281,14 @@ def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause)
     (tmp_path / "died").write_text("11")
     with pytest.raises(CannotTell, match="on 2 processes one dies of SIGSEGV, in a library"):
         outcome(False)
+
+
+def test_a_port_is_not_one_that_the_system_may_give_to_others_meanwhile():
+    """As a port of another test, by which mmengine's example was said to fail."""
+    port = int(runs.Runs._address(None)["MASTER_PORT"])
+    with socket.create_server(("127.0.0.1", port)):
+        other = int(runs.Runs._address(None)["MASTER_PORT"])
+    assert port < other < 32768
 
 
 @pytest.mark.parametrize(

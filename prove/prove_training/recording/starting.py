@@ -54,7 +54,17 @@ def install(recording) -> None:
     starting = Starting(recording)
     for devices in (torch.cuda, torch.accelerator):
         pretend(devices, "device_count", recording.plan.devices or int(os.environ["LOCAL_WORLD_SIZE"]))
+    install_processes(starting)
+    install_groups(starting)
+    if recording.plan.makes_group and starting.processes == 1:
+        dist.init_process_group()
+    watch_lightning(recording)
+    with contextlib.suppress(ImportError):
+        install_notebooks(starting)
 
+
+def install_processes(starting: Starting) -> None:
+    recording = starting.recording
     spawning = sys.modules["torch.multiprocessing.spawn"]  # torch.multiprocessing.spawn is its function
 
     @wrap(spawning, "start_processes")
@@ -80,6 +90,10 @@ def install(recording) -> None:
     @wrap(multiprocessing.process.BaseProcess, "join")
     def join(original, process, timeout=None):
         return original(process, timeout) if process._popen else None  # it may be another rank
+
+
+def install_groups(starting: Starting) -> None:
+    recording = starting.recording
 
     @wrap(dist, "init_process_group")
     def init(original, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *others, **options):
@@ -109,18 +123,17 @@ def install(recording) -> None:
         return original("cpu", mesh_shape, *others, **options)
 
     dist.init_device_mesh = device_mesh.init_device_mesh
-    if recording.plan.makes_group and starting.processes == 1:
-        dist.init_process_group()
-    watch_lightning(recording)
-    with contextlib.suppress(ImportError):
-        import accelerate
 
-        @wrap(accelerate, "notebook_launcher")
-        def launch(original, function, args=(), *others, **options):
-            starting.run(function, args)
 
-        accelerate.launchers.notebook_launcher = accelerate.launchers.debug_launcher = accelerate.notebook_launcher
-        accelerate.debug_launcher = accelerate.notebook_launcher
+def install_notebooks(starting: Starting) -> None:
+    import accelerate
+
+    @wrap(accelerate, "notebook_launcher")
+    def launch(original, function, args=(), *others, **options):
+        starting.run(function, args)
+
+    accelerate.launchers.notebook_launcher = accelerate.launchers.debug_launcher = accelerate.notebook_launcher
+    accelerate.debug_launcher = accelerate.notebook_launcher
 
 
 def lightning_of(folder: Path) -> list[str]:

@@ -472,6 +472,9 @@ WITH_DDP |= {
             '    assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == world_size\n',
         ),
     ],
+    "gpu_with_a_launcher": [  # atong01/conditional-flow-matching, train_cifar10_ddp.py
+        ("DistributedDataParallel(model)", "DistributedDataParallel(model.to(rank) if world_size > 1 else model)"),
+    ],
     "steps_by_its_batch": [
         (
             "    for epoch",
