@@ -4,22 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from prove_training.recording import (
-    Recording,
-)
-from prove_training.records import (
-    Draw,
-    Evaluation,
-    Facts,
-    Loader,
-    MicroBatch,
-    Part,
-    Pass,
-    Plan,
-    Record,
-    Save,
-    Step,
-)
+from prove_training.recording import Recording
+from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.stages import Comparison, Finding, several, single
 from prove_training.tensors import sampled
 

@@ -41,11 +41,7 @@ NOT_PROGRAMS = ("__init__", "believed", "mistakes", "unusual_edits")
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 
 
-RESUMES = {
-    "own_trainer": "--resume",
-    "ddp_series": "",
-    "accelerate_cv": "--resume_from_checkpoint checkpoints/epoch_0",
-}
+RESUMES = {"own_trainer": "--resume", "ddp_series": "", "accelerate_cv": "--resume_from_checkpoint checkpoints/epoch_0"}
 
 
 class Said(NamedTuple):

@@ -15,10 +15,7 @@ import yaml
 from conftest import ROOT
 
 from prove_training import command, imports, mistakes, proof, prove
-from prove_training.recording import (
-    first_of_chain,
-    pretended_gpu,
-)
+from prove_training.recording import first_of_chain, pretended_gpu
 from prove_training.stages import Finding, Note
 from tests.corpus import FOUND
 from tests.foreign.mistakes import MISTAKES

@@ -2,10 +2,7 @@
 
 import pytest
 
-from prove_training.records import (
-    Evaluation,
-    Loader,
-)
+from prove_training.records import Evaluation, Loader
 from prove_training.stages import Comparison, single
 from prove_training.stages.evaluations import differing, explained, share, suspects
 from tests.made_up import evaluation, made_up

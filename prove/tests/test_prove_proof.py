@@ -9,25 +9,12 @@ import pytest
 import torch
 
 from prove_training import proof, runs
-from prove_training.recording import (
-    same_work,
-)
-from prove_training.records import (
-    Evaluation,
-    Plan,
-    Record,
-    Save,
-)
+from prove_training.recording import same_work
+from prove_training.records import Evaluation, Plan, Record, Save
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, unfinished
 from prove_training.text import CannotTell
-from tests.made_up import (
-    add,
-    digests_of,
-    evaluation,
-    made_up,
-    scale,
-)
+from tests.made_up import add, digests_of, evaluation, made_up, scale
 
 
 def test_a_script_that_fails_with_fewer_samples_is_run_with_all():

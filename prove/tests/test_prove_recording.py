@@ -19,31 +19,12 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from prove_training.recording import (
-    data,
-    files,
-    noise,
-    same_work,
-    starting,
-    where,
-)
+from prove_training.recording import data, files, noise, same_work, starting, where
 from prove_training.recording.models import load_shared
-from prove_training.records import (
-    Batch,
-    Evaluation,
-    Loader,
-    MicroBatch,
-    Part,
-    Pass,
-    Record,
-    Step,
-)
+from prove_training.records import Batch, Evaluation, Loader, MicroBatch, Part, Pass, Record, Step
 from prove_training.stages import single
 from prove_training.tensors import differ
-from tests.made_up import (
-    made_recording,
-    made_up,
-)
+from tests.made_up import made_recording, made_up
 
 
 class Items(Dataset):

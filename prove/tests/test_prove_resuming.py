@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from prove_training import resuming
-from prove_training.records import (
-    Part,
-    Save,
-)
+from prove_training.records import Part, Save
 from prove_training.stages import single
 from prove_training.tensors import sampled
 from tests.made_up import digests_of, evaluation, made_up, scale

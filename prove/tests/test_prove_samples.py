@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prove_training.records import (
-    Draw,
-)
+from prove_training.records import Draw
 from prove_training.stages import Comparison, several, single
 from tests.made_up import digests_of, drawn, every_step, found, made_up, scale
 

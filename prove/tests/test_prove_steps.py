@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prove_training.records import (
-    Draw,
-    MicroBatch,
-    Save,
-)
+from prove_training.records import Draw, MicroBatch, Save
 from prove_training.stages import Comparison, Finding, several, single, steps
 from prove_training.tensors import sampled
 from tests.made_up import accumulated, add, drawn, evaluation, every_step, found, made_up, save_state, scale

@@ -109,10 +109,7 @@ BELIEVED = {
     },
     "windows that fill all epochs": Believed("with_ddp", accumulated(7, 938 * 16), 3, "nothing wrong found"),
     "windows of more micro-batches than are read": Believed(
-        "with_ddp",
-        accumulated(8, 938 * 16),
-        3,
-        "cannot tell: no step after 14 backward passes",
+        "with_ddp", accumulated(8, 938 * 16), 3, "cannot tell: no step after 14 backward passes"
     ),
     "disjoint parts of unequal size": Believed(
         "with_ddp",
@@ -303,7 +300,7 @@ BELIEVED = {
                 f"            model.require_backward_grad_sync = i % 2 == 0\n{LOSS}"
                 "            (loss if i + 1 == len(loader) else loss / 2).backward()\n"
                 f"            if i % 2 or i + 1 == len(loader):\n    {STEP}    {ZERO}",
-            ),
+            )
         ],
         1,
         "averaged after micro-batch 1 of 2, and not after the last one",
@@ -444,7 +441,7 @@ BELIEVED = {
                 "            losses = [nn.functional.mse_loss(model(x), y) for x, y in DataLoader(tested, 4)]\n"
                 "            mean = torch.stack(losses).mean()\n        dist.all_reduce(mean)\n"
                 '        if rank == 0:\n            print(f"test loss {mean / world_size:.5f}")\n',
-            ),
+            )
         ],
         1,
         "from the same weights and samples",

@@ -326,7 +326,7 @@ WITH_DDP = {
         (GROUP, f"{GROUP}    assert world_size > 1, 'nothing to divide'\n"),
     ],
     "for_two_gpus_each": [
-        (GROUP, f"    torch.cuda.set_device(0)\n    assert torch.cuda.device_count() == 2 * world_size\n{GROUP}"),
+        (GROUP, f"    torch.cuda.set_device(0)\n    assert torch.cuda.device_count() == 2 * world_size\n{GROUP}")
     ],
     "flat_shards": [
         ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed import fsdp"),
@@ -407,7 +407,7 @@ WITH_DDP = {
     ],
     "draws_without_an_end": [(ADAM, f"{DRAWN}{ADAM}")],
     "fails_in_a_call": [
-        (GROUP, f'{GROUP}    torch.zeros(2, 3, device="cuda").t().view(-1)  # torch says: use reshape\n'),
+        (GROUP, f'{GROUP}    torch.zeros(2, 3, device="cuda").t().view(-1)  # torch says: use reshape\n')
     ],
     "asks_for_input": [(GROUP, f'{GROUP}    input("continue? ")\n')],
     "passes_by_name": [("nn.Tanh()", "Norm(8, affine=False)"), ("def train", NORM)],
@@ -456,7 +456,7 @@ WITH_DDP |= {
         (LOSS, "            loss = (model(x + torch.randn_like(x)) - y).square().mean()\n"),
     ],
     "asks_for_its_group": [  # torchrun has one on one process, too
-        (GROUP, f"    if world_size > 1:\n    {GROUP}    assert dist.is_initialized()\n"),
+        (GROUP, f"    if world_size > 1:\n    {GROUP}    assert dist.is_initialized()\n")
     ],
     "replaces_its_streams": [  # by an object that has nothing but write
         ("import os\n", "import os\nimport sys\nfrom types import SimpleNamespace\n"),
@@ -470,10 +470,10 @@ WITH_DDP |= {
             GROUP,
             f'{GROUP}    assert torch.histc(torch.arange(4, device="cuda"), 2).tolist() == [2, 2]\n'
             '    assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == world_size\n',
-        ),
+        )
     ],
     "gpu_with_a_launcher": [  # atong01/conditional-flow-matching, train_cifar10_ddp.py
-        ("DistributedDataParallel(model)", "DistributedDataParallel(model.to(rank) if world_size > 1 else model)"),
+        ("DistributedDataParallel(model)", "DistributedDataParallel(model.to(rank) if world_size > 1 else model)")
     ],
     "steps_by_its_batch": [
         (
@@ -545,9 +545,7 @@ WRONG_AT_THE_STEP = {
     ),
     "a mask of noise": (
         "noise_by_hand",
-        [
-            ("loss = (model(x + torch.randn_like(x)) - y).square().mean()", MASKED),
-        ],
+        [("loss = (model(x + torch.randn_like(x)) - y).square().mean()", MASKED)],
         *("token_weights", "each process has the mean over its own targets, mask or weights"),
     ),
     "weights of the classes": (
