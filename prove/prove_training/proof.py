@@ -27,7 +27,6 @@ ACCUMULATION = ["--gradient_accumulation_steps", "2"]  # of a script of this pro
 OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
 OF_DEVICES = r"(?i)\bcpu\b|_cpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # perhaps of a pretended GPU
-OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 NO_GROUP = r"(?i)(not|n't|must|be|needs?|requires?|before)\b.{0,40}\binitiali[sz]|init_process_group|is_initialized"
 OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
 MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
@@ -216,8 +215,6 @@ class Proof:
         if outcome.error.startswith("it ends with"):
             printed = [line.strip() for line in outcome.log[-1:]]
         hints, text = [f'it printed last: "{line}"' for line in printed if line], f"{outcome.error} {printed}"
-        if any(word in text.lower() for word in OF_NETWORKS):
-            hints.append("without a network, a few samples in a local folder are enough")
         if variable := re.search(MISSING_VARIABLE, text):
             hints.append(f"to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
         takes = re.search(rf"{OF_LAUNCH}\b", self.runs.script.read_text("utf-8", "replace"))

@@ -15,7 +15,7 @@ import yaml
 from conftest import ROOT
 
 from prove_training import command, imports, mistakes, proof, prove
-from prove_training.recording import first_of_chain, pretended_gpu
+from prove_training.recording import pretended_gpu
 from prove_training.stages import Finding, Note
 from tests.corpus import FOUND
 from tests.foreign.mistakes import MISTAKES
@@ -198,28 +198,6 @@ def test_the_figures_of_a_pretended_gpu_are_small_and_none_is_zero():
     assert pretended_gpu.ANSWERS["current_device"] == 0
     assert pretended_gpu.ANSWERS["memory_stats"]["allocated_bytes.all.peak"] == 1
     assert pretended_gpu.Finished().elapsed_time(pretended_gpu.Finished()) > 0
-
-
-def test_the_first_error_of_a_chain_is_found():
-    def error_of(function) -> BaseException:
-        with pytest.raises(ValueError, match="last") as raised:
-            function()
-        return first_of_chain(raised.value)
-
-    def handles():
-        try:
-            {}["first"]
-        except KeyError:
-            raise ValueError("last")  # noqa: B904
-
-    def hides():
-        try:
-            {}["first"]
-        except KeyError:
-            raise ValueError("last") from None
-
-    assert isinstance(error_of(handles), KeyError)
-    assert isinstance(error_of(hides), ValueError)
 
 
 def nodes_of_the_code() -> list[ast.AST]:

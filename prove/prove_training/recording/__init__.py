@@ -100,12 +100,6 @@ class Recording:
             self.exit(1 if error or self.facts.cannot_tell else 0)
 
 
-def first_of_chain(error: BaseException) -> BaseException:
-    """The error that led to this one."""
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error if before is None else first_of_chain(before)
-
-
 def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str]) -> None:
     """Run a script, leave a record, and end this process.
 
@@ -146,8 +140,6 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}".removesuffix(": ")
-        if (first := first_of_chain(raised)) is not raised:
-            error += f" (after {type(first).__name__}: {without_colours(str(first)).strip()[:100]})"
         recording.record.doing = recording.where.doing(frames)
         recording.record.unused = recording.models.unused(str(raised))
         if isinstance(raised, CannotTell):
