@@ -398,17 +398,12 @@ class Proof:
             comparison.compared.discard("learning rates")
             why = "the script counts its steps by its batch size, which prove divides"
             comparison.not_compared["learning rates"] = why
-        # Of gradients with random numbers by sample, only a cause that is known makes a finding.
-        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor]
-        made = [tuple(record.steps[number - 1] for record in (self.reference, *comparison.ranks)) for number in numbers]
-        numbers = [number for number, of_all in zip(numbers, made, strict=True) if steps.is_by_sample(of_all)][:1]
-        lines = [self.reference.steps[number - 1].micro_batches[-1].line for number in numbers]
-        found_more = [Finding("gradient", "gradient", "", *place) for place in zip(numbers, lines, strict=True)]
-        if "gradient" in kinds or found_more:
+        suspects = comparison.suspects[:1]
+        if "gradient" in kinds or suspects:
             plan = replace(self.plan, **self.repeat, own_gradients=True)
             own = self.runs(comparison.processes, plan).records
-            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *found_more]]
-        return [finding for finding in found if finding not in found_more]
+            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *suspects]]
+        return [finding for finding in found if finding not in suspects]
 
     def _counts_its_batches(self, processes: int) -> bool:
         """Whether the learning rates are those of one process if each process has batches as large.

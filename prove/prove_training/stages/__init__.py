@@ -57,8 +57,8 @@ class Comparison:
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # subjects; subjects and why not
-        # Of the gradients in the steps that draw random numbers: the factor, the step, and the line that draws.
-        self.factors_of_noise = []
+        self.factors_of_noise = []  # of gradients with random numbers in the loop: the factor, and the line that draws
+        self.suspects = []  # gradients with random numbers by sample, of which only a known cause makes a finding
         self.has_drifted = False  # a state that is not shared comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
         self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it

@@ -39,9 +39,9 @@ def findings(comparison: Comparison) -> Findings:
             break
         for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.message, finding)
-    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, *_ in factors):
+    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, _ in factors):
         comparison.compared.discard("gradients")
-        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][2]})"
+        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][1]})"
         comparison.not_compared["gradients"] = why
         found.pop("factor", None)  # by chance, in some steps only
     for kind in ("factor", "gradient") if "token_weights" in found else ():
@@ -139,7 +139,10 @@ def _gradients(
         factor = one_factor(factors_of(comparison, expected, steps))
         is_compared = not math.isnan(factor)
         if is_compared or not is_rest(comparison, expected):
-            comparison.factors_of_noise.append((factor, number, noise))
+            comparison.factors_of_noise.append((factor, noise))
+            if not is_compared and is_by_sample((expected, *steps)):
+                suspect = Finding("gradient", "gradient", "", number, expected.micro_batches[-1].line)
+                comparison.suspects.append(suspect)
     findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
