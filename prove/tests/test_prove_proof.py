@@ -14,7 +14,7 @@ from prove_training.records import Evaluation, Plan, Record, Save
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, unfinished
 from prove_training.text import CannotTell
-from tests.made_up import add, digests_of, evaluation, made_up, scale
+from tests.made_up import add, digests_of, drawn, evaluation, every_step, made_up, scale
 
 
 def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
@@ -294,9 +294,10 @@ def test_an_error_about_gpus_is_known_by_its_words_and_not_by_its_place(error):
     assert not proof.is_about_gpus(None)
 
 
-def verdict(ranks: list[Record], waits=(), is_strict: bool = True) -> tuple[int, str]:
-    """The verdict on runs with these records, after one with a correct record of one process."""
+def verdict(ranks: list[Record], waits=(), is_strict: bool = True, draws=()) -> tuple[int, str]:
+    """The verdict on runs with these records, after one with a correct record of one process, which draws this."""
     (reference,) = made_up()
+    every_step([reference], drawn=draws)
     args = argparse.Namespace(
         script=Path("train.py"), format="json", processes=(2,), resume_flags=None, timeout_s=60, strict=is_strict
     )
@@ -339,6 +340,11 @@ def test_what_was_not_compared_is_not_proven():
     draw_by_place(ranks)
     code, words = verdict(ranks)
     assert (code, words[:50]) == (3, "nothing wrong found; not compared: gradients; the ")
+
+
+def test_noise_that_each_step_repeats_is_not_proven():
+    code, words = verdict(made_up(2), draws=drawn("a"))
+    assert (code, words[:56]) == (3, "nothing wrong found; not compared: random numbers; the s")
 
 
 def test_what_was_not_compared_ends_with_3_only_if_asked():

@@ -274,6 +274,19 @@ def test_a_factor_of_gradients_with_noise_is_trusted_if_all_steps_have_it(others
     assert ("random numbers" in both.not_compared["gradients"]) == (others != 0.5)
 
 
+@pytest.mark.parametrize(("change", "steps_with_one"), [([0.0, 0.1, 0.0], [1, 2, 3, 4]), ([0.0, 0.0, 0.0], [])])
+def test_gradients_with_noise_by_sample_are_looked_into_if_they_differ_by_no_factor(change, steps_with_one):
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        for number, step in enumerate(rank.steps):
+            step.drawn = drawn(f"{rank.rank} {number}", is_repeated=True)
+            add(step.gradients, change)
+            step.at_step = step.gradients
+    both = Comparison(reference, ranks)
+    list(several.findings(both))
+    assert [each.step for each in both.suspects] == steps_with_one
+
+
 def test_gradients_that_are_rounding_alone_are_no_finding():
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
