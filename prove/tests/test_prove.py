@@ -273,6 +273,7 @@ UNUSUAL = {
     "noise_of_its_own": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "noise_by_hand": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "noise_by_place": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "coin_for_a_batch": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "batches_by_position": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "asks_for_its_group": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "replaces_its_streams": (2, "fails: on one process, replaces_its_streams.py:16: ValueError: no data"),

@@ -445,6 +445,22 @@ def test_noise_of_a_sample_is_the_same_in_each_part_of_a_batch(tmp_path):
     assert not recording.step.drawn[-1].is_repeated
 
 
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_a_coin_for_a_batch_is_that_of_the_step(tmp_path, has_loader):
+    """Without a loader, a single number may choose the samples."""
+    recording, thrown = made_recording(tmp_path, processes=1), []
+    recording.facts.loaders |= {"loader": Loader("train.py:5")} if has_loader else {}
+    for samples in (["a", "b"], ["c", "d", "e"]):
+        recording.batches.fresh, recording.step = [Batch(Pass("loader"), samples)], Step()
+        thrown += [noise.Noise(recording).draw(torch.rand, "rand", (1,), {}).item() for _ in range(2)]
+        assert [draw.is_repeated for draw in recording.step.drawn] == [has_loader] * 2
+    assert (thrown[:2] == thrown[2:]) == has_loader
+    assert thrown[0] != thrown[1]
+    recording.steps.append(Step())
+    recording.batches.fresh = [Batch(Pass("loader"), samples)]
+    assert noise.Noise(recording).draw(torch.rand, "rand", (1,), {}).item() not in thrown
+
+
 def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
     def make():
         return where.Where("/of/the/script").place()

@@ -1,12 +1,13 @@
 """Random numbers that the training loop draws, such as the noise of a diffusion model.
 
 Where a draw has one row for each sample of a batch, each row becomes numbers of its sample: they depend on the digest
-of the sample and on how many draws came before, and not on the number of processes. So gradients can be compared.
+of the sample and on how many draws came before, and not on the number of processes. So gradients can be compared. A
+single number for a whole batch, such as a coin, is that of the step.
 """
 
 import torch
 
-from ..records import Batch, Draw
+from ..records import Draw
 from ..tensors import digest
 from .same_work import generator_states
 from .where import wrap
@@ -41,20 +42,22 @@ class Noise:
             draw = Draw(recording.where.line(), name, state, len(numbers), bool(of_samples))
             draw.in_model = recording.models.depth > 0
             recording.step.drawn.append(draw)
-        if of_samples:
-            draw.is_repeated = True
-            self._repeat(name, numbers, of_samples[-1], state, args, kwargs)
+        is_of_batch = current and numbers.numel() == 1 and recording.facts.loaders  # without, it may choose the samples
+        if of_samples or is_of_batch:
+            draw.is_repeated, batch = True, (of_samples or current)[-1]
+            number = batch.draws.setdefault(state, len(batch.draws))  # also if it is made again for the backward pass
+            owners = batch.digests if of_samples else [len(recording.steps)]
+            self._repeat(name, numbers, [[owner, number] for owner in owners], args, kwargs)
             if was_expected:
                 batches.expect_draws()
         return numbers
 
-    def _repeat(self, name: str, numbers: torch.Tensor, batch: Batch, state: str, args: tuple, kwargs: dict) -> None:
-        """Replace each row by numbers of its sample. A draw that is made again for the backward pass has its number."""
-        number, generator = batch.draws.setdefault(state, len(batch.draws)), Generator()
-        self.is_repeating = True
+    def _repeat(self, name: str, numbers: torch.Tensor, seeds: list[list], args: tuple, kwargs: dict) -> None:
+        """Replace each row by numbers that are drawn with its seed."""
+        self.is_repeating, generator = True, Generator()
         with torch.no_grad():
-            for row, sample in enumerate(batch.digests):
-                generator.manual_seed(int(digest([sample, number])[:15], 16))
+            for row, seed in enumerate(seeds):
+                generator.manual_seed(int(digest(seed)[:15], 16))
                 numbers[row] = row_of(name, numbers, row, args, kwargs, generator)
         self.is_repeating = False
 

@@ -455,6 +455,10 @@ WITH_DDP |= {
         ("    for epoch", "    torch.manual_seed(rank)\n    for epoch"),
         (LOSS, "            loss = (model(x + torch.randn_like(x)) - y).square().mean()\n"),
     ],
+    "coin_for_a_batch": [  # facebookresearch/flow_matching: whether labels are left out
+        ("    for epoch", "    torch.manual_seed(rank)\n    for epoch"),
+        ("model(x), y", "model(x if torch.rand(1) < 0.5 else x.square()), y"),
+    ],
     "asks_for_its_group": [  # torchrun has one on one process, too
         (GROUP, f"    if world_size > 1:\n    {GROUP}    assert dist.is_initialized()\n")
     ],
