@@ -38,6 +38,11 @@ def test_evaluations_after_as_many_steps_are_compared():
     assert [each.key for each in suspects(Comparison(reference, ranks))] == [(4, "accuracy")]
 
 
+def test_results_in_files_of_a_folder_that_all_are_told_are_not_called_a_share():
+    """collect_results of open-mmlab/mmengine, whose sampler repeats a sample."""
+    assert kinds_of_a_result(["broadcast"], ("a", "ba")) == ["eval_repeated"]
+
+
 @pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), (["gather"], "eval_mean")])
 def test_an_extreme_is_named_only_where_nothing_is_added_up(others, kind):
     assert kinds_of_a_result(["all_reduce(MAX)", *others]) == [kind]

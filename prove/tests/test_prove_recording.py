@@ -211,6 +211,10 @@ def test_weights_that_are_averaged_after_a_step_are_told_from_other_sums(tmp_pat
     recording.steps.append(Step())
     with recording.processes.calling("all_reduce", (torch.ones(2),)):
         pass
+    recording.evaluations.current = Evaluation(1, "train.py:7")
+    recording.processes.note_broadcast(torch.ones(2))
+    assert [name for name, _ in recording.evaluations.current.collectives] == ["broadcast"]
+    recording.evaluations.current = None
     assert not single.cannot_judge(Record(0, recording.facts, made_up()[0].steps))
     recording.where.line = lambda: "train.py:9"
     with recording.processes.calling("all_reduce", (parameter.data,)):

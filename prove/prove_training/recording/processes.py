@@ -72,6 +72,13 @@ class Processes:
     def write(self, name: str, line: str, shapes: str = "") -> None:
         self.calls.write(f"{len(self.recording.steps)} {name} {line} {shapes}\n")
 
+    def note_broadcast(self, tensor: torch.Tensor, *_, **__) -> None:
+        """In an evaluation it may be the name of a folder, in which all put their results, as mmengine does."""
+        line = self.recording.where.line()
+        self._note_weights("broadcast", line, [tensor])
+        if self.recording.evaluations.current:
+            self.recording.evaluations.current.collectives.append(("broadcast", line))
+
     def note_in_step(self, *_, **__) -> None:
         """The optimizer itself makes a collective call, as one whose state is divided over the processes does."""
         if self.recording.models.stepping is not None:
@@ -94,11 +101,7 @@ def is_operation(value) -> bool:
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
-    before(
-        dist,
-        "broadcast",
-        lambda tensor, *_, **__: recording.processes._note_weights("broadcast", recording.where.line(), [tensor]),
-    )
+    before(dist, "broadcast", recording.processes.note_broadcast)
     for name in filter(vars(dist).__contains__, IN_OPTIMIZERS):
         before(dist, name, recording.processes.note_in_step)
     before(  # also in an evaluation
