@@ -56,3 +56,14 @@ def test_the_map_of_a_folder_names_each_module_and_nothing_else(room):
         _, *parts = name.split(".")
         modules.add(parts[-1] if parts[0] in folders else parts[0])
     assert named == modules - folders
+
+
+def test_the_files_to_read_first_are_as_long_as_it_says():
+    """Within a tenth: `name.py[, from X on]  lines  what it has`."""
+    text = ast.get_docstring(ast.parse((ROOT / "utils" / "__init__.py").read_text()))
+    rows = re.findall(r"^ *([\w/.]+)(?:, from (\w+) on)? {2,}(\d+) ", text, re.M)
+    assert len(rows) == 8
+    for name, first, said in rows:
+        lines = (ROOT / name if "/" in name and (ROOT / name).exists() else ROOT / "utils" / name).read_text()
+        lines = lines[lines.index(f"class {first}(") if first else 0 :].splitlines()
+        assert abs(len(lines) - int(said)) <= int(said) / 10, (name, len(lines))

@@ -496,8 +496,8 @@ def test_a_loop_that_leaves_a_test_early_draws_the_same_afterwards(start):
     assert len(set(drawn[True])) == 8
 
 
-@pytest.mark.parametrize("is_seeded", [True, False])
-def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
+@pytest.mark.parametrize("phases", [[True], [True, True], [False], [True, False]])
+def test_a_phase_that_is_not_seeded_is_a_warning(start, capsys, phases):
     def main(args):
         accelerator = launch.make_accelerator(args, cpu_threads=1)
         run = Run(accelerator, args)
@@ -506,13 +506,14 @@ def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
         run.start(loader, None, 4, checkpoint={"model": model})
         for epoch in run.epochs():
             for batches in run.steps(loader, epoch):
-                for batch in run.seeded(batches) if is_seeded else batches:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
+                for is_seeded in phases:
+                    for batch in run.seeded(batches) if is_seeded else batches:
+                        with accelerator.accumulate(model):
+                            accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
         run.finish()
 
     assert start(main, gradient_accumulation_steps=2) is None
-    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not is_seeded
+    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not all(phases)
 
 
 def test_a_run_without_a_schedule_is_made_longer_but_not_shorter_than_it_is(start, tmp_path, capsys):
