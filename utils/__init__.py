@@ -3,13 +3,13 @@
 Read these eight first, in an evening; they have all that decides a number:
 
     scripts/mnist_mlp.py      110 lines   the loop
-    loader.py, from Batch on  290         batches that are the same on any topology, and the exact mean loss
-    sampler.py                150         which process reads which item, in which step
+    loader.py, from Batch on  270         batches that are the same on any topology, and the exact mean loss
+    sampler.py                100         which process reads which item, in which step
     randomness.py             110         random numbers by seed, epoch and item
-    run.py                    390         steps, logging, checkpoints, resuming
-    metrics.py                200         means that count each sample once
+    run.py                    410         steps, logging, checkpoints, resuming
+    metrics.py                210         means that count each sample once
     checkpoint/folder.py      310         files that are whole or not there
-    guides/same_numbers.md     80         why all this gives the same numbers
+    guides/same_numbers.md     90         why all this gives the same numbers
 
 Do not read the rest until a message, a config file or a flag leads there: launch and launched (what a config file asks
 for), failures/ (what happens when something goes wrong), parallel/ (one file per config or flag).

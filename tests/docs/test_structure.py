@@ -49,3 +49,14 @@ def test_the_map_names_each_module_and_nothing_else():
     folders = set(re.findall(r"^(\w+)/:", text, re.M))
     parts = [name.split(".")[1:] for name in modules()]
     assert named == {names[-1] if names[0] in folders else names[0] for names in parts} - folders
+
+
+def test_the_files_to_read_first_are_as_long_as_it_says():
+    """Within a tenth: `name.py[, from X on]  lines  what it has`."""
+    text = ast.get_docstring(ast.parse((ROOT / "utils" / "__init__.py").read_text()))
+    rows = re.findall(r"^ *([\w/.]+)(?:, from (\w+) on)? {2,}(\d+) ", text, re.M)
+    assert len(rows) == 8
+    for name, first, said in rows:
+        lines = (ROOT / name if "/" in name and (ROOT / name).exists() else ROOT / "utils" / name).read_text()
+        lines = lines[lines.index(f"class {first}(") if first else 0 :].splitlines()
+        assert abs(len(lines) - int(said)) <= int(said) / 10, (name, len(lines))

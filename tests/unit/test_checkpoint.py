@@ -308,6 +308,7 @@ def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
     whole = torch.arange(14.0).view(7, 2)
     stored = SavedTensor([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
     assert torch.equal(stored.whole(), whole)
+    assert stored.shape == (7, 2)
     for start in range(8):
         for end in range(start, 8):
             assert torch.equal(stored.slice_rows(start, end), whole[start:end])

@@ -435,8 +435,8 @@ def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_d
     assert [len(set(numbers)) for numbers in zip(*first.drawn.values(), strict=True)] == [expected] * 3
 
 
-@pytest.mark.parametrize("is_seeded", [True, False])
-def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
+@pytest.mark.parametrize("phases", [[True], [True, True], [False], [True, False]])
+def test_a_phase_that_is_not_seeded_is_a_warning(start, capsys, phases):
     def main(args):
         accelerator = launch.make_accelerator(args, cpu_threads=1)
         run = Run(accelerator, args)
@@ -445,13 +445,14 @@ def test_a_step_that_is_not_seeded_is_a_warning(start, capsys, is_seeded):
         run.start(loader, None, 4, checkpoint={"model": model})
         for epoch in run.epochs():
             for batches in run.steps(loader, epoch):
-                for batch in run.seeded(batches) if is_seeded else batches:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
+                for is_seeded in phases:
+                    for batch in run.seeded(batches) if is_seeded else batches:
+                        with accelerator.accumulate(model):
+                            accelerator.backward(batch.mean_loss(model(batch.data[0]).squeeze(1)))
         run.finish()
 
     assert start(main, gradient_accumulation_steps=2) is None
-    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not is_seeded
+    assert ("a backward pass outside of run.seeded(batches)" in capsys.readouterr().out) is not all(phases)
 
 
 @pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (2, True)])
