@@ -252,9 +252,9 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
         return made[0]
 
     monkeypatch.setattr(resnet50, "make_model", keep)
-    # 3 steps are an epoch; the learning rate rises in the first 2. Whole images, as they are.
+    # 3 steps are an epoch; the learning rate rises in the first 4. Whole images, as they are.
     flags = ["--seed", 3, "--lr", 0.4, "--weight_decay", 0.02, "--norm_weight_decay", 0.05]
-    flags += ["--ema_decay", 0.6, "--ema_every", 2, "--warmup_epochs", 0.67, "--max_steps", 4, "--min_crop", 1]
+    flags += ["--ema_decay", 0.6, "--ema_every", 2, "--warmup_epochs", 1.34, "--max_steps", 6, "--min_crop", 1]
     flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
     assert run_4_blocks("run", *flags, "--image_size", 32, "--no-zero_init") is None
 
@@ -269,20 +269,20 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.05}]
     optimizer = torch.optim.SGD(groups, 0.4 * 16 / 256, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: resnet50.lr_factor(step, "step", 0.67 * 3, 3, 4)
+        optimizer, lambda step: resnet50.lr_factor(step, "step", 1.34 * 3, 3, 6)
     )
     average = {}
 
     def losses():
         whole = (rows for _, rows in batches_of(50, 16, seed=3, epochs=2) if len(rows) == 16)
-        for step, rows in enumerate(itertools.islice(whole, 4)):
+        for step, rows in enumerate(itertools.islice(whole, 6)):
             labels = train_data[1][rows]
             mixed, partners, kept = resnet50.mix(train_data[0][rows], 0.2, 0.9, 3, step)
             smooth = [nn.functional.one_hot(each, 10) * 0.85 + 0.015 for each in (labels, labels[partners])]
             logits = model.train()(resnet50.normalize(mixed))
             yield nn.functional.cross_entropy(logits, kept * smooth[0] + (1 - kept) * smooth[1])
-            if step % 2:  # in the warm-up, which ends with step 1, it is a copy of the model
-                kept = 0.6 if step > 1 else 0.0
+            if step % 2:  # in the warm-up it is a copy of the model
+                kept = 0.6 if step == 5 else 0.0
                 for name, tensor in model.state_dict().items():
                     average[name] = kept * average.get(name, 0.0) + (1 - kept) * tensor
 
