@@ -162,7 +162,8 @@ class Run:
         accelerator, args = self.accelerator, self.args
         self.warned = set()
         is_compared = self.model_parts is None and self.train_loader.sampler.accumulation > 1
-        self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared)
+        generators = [torch.default_generator, *self.devices]
+        self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared, generators)
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if accelerator.layout.virtual_processes:
@@ -208,6 +209,7 @@ class Run:
         for step in self._steps(loader, epoch, is_free=True):
             step = list(step)
             self._seed_model(step[0])
+            self.step_rule.leave()
             yield step
             self._check_accumulation(is_last=True)
 

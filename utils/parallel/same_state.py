@@ -6,6 +6,7 @@ gradients change by backward passes alone; all processes have the same weights a
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
@@ -110,10 +111,12 @@ class StepRule:
 
     Args:
         is_compared: whether this process has several micro-batches per step; set it to False after the first one.
+        generators: that run.seeded seeds.
     """
 
-    def __init__(self, accelerator: Accelerator, checkpoints, is_compared: bool):
+    def __init__(self, accelerator: Accelerator, checkpoints, is_compared: bool, generators: Sequence):
         self.accelerator, self.checkpoints, self.is_compared = accelerator, checkpoints, is_compared
+        self.generators = [generator for generator in generators if hasattr(generator, "get_state")]
         self.said, self.passes, self.after, self.batch = set(), 0, {}, None
         accelerator.watch_backward = self.backward
 
@@ -124,13 +127,19 @@ class StepRule:
             self.had_backward, self.after = set(), {}
         self.start, self.before = self._state(), {}
 
+    def leave(self) -> None:
+        """Before the first micro-batch of a step, and between two, nothing is drawn for a backward pass."""
+        self.batch, self.random_states = None, [generator.get_state() for generator in self.generators]
+
     @contextlib.contextmanager
     def backward(self):
         """Wraps each backward pass."""
         self.passes += 1
-        if self.batch is None:
-            said = "a backward pass outside of {}: random numbers in it, as of dropout, depend on how a step is cut"
-            self._say(["run.seeded(batches)"], said, stops=False)
+        if self.is_compared and self.batch is None:
+            states = zip(self.generators, self.random_states, strict=True)
+            is_drawn = any(not torch.equal(generator.get_state(), state) for generator, state in states)
+            said = "random numbers, as of dropout, are drawn outside of {}, so they depend on how a step is cut"
+            self._say(["run.seeded(batches)"] * is_drawn, said, stops=False)
         if self.is_compared and self.passes == 1:
             self.before = now = self._state()
             self._say(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
@@ -144,7 +153,7 @@ class StepRule:
 
     def end(self, is_last: bool) -> None:
         """The loop asks for the next micro-batch; is_last: that is one of another step."""
-        batch, self.batch, layout = self.batch, None, self.accelerator.layout
+        batch, layout = self.batch, self.accelerator.layout
         self.had_backward |= set() if batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []
         self._say(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
@@ -164,6 +173,7 @@ class StepRule:
         elif not is_last:
             names = changed(self.start, now, "weight")  # not those that are put back, as in sharpness-aware steps
             self._say([name for name in changed(self.after, now, "weight") if name in names], f"{{}} {ONCE}")
+        self.leave()
 
     def _say(self, names: list[str], sentence: str, stops: bool = True) -> None:
         """Stop if there are names; if a loop means it, or not `stops`, a warning, once for each sentence."""
