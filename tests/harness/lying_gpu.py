@@ -233,9 +233,9 @@ def phases(enter):
     """
     steps, step_done = Run._steps, Run._step_done
 
-    def told_steps(run, *args):
+    def told_steps(run, *args, **options):
         enter("step" if run.step >= WARM_UP else "warm-up")
-        yield from steps(run, *args)
+        yield from steps(run, *args, **options)
         enter("outside")
 
     def told_step_done(run, epoch):
