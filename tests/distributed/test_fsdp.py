@@ -255,7 +255,7 @@ REFUSED_UNDER_FSDP = {
     "reset after": "initialize before prepare",
     "average by torch": "got mixed torch.Tensor and DTensor",
     "copied after": "FSDP does not support deepcopy",
-    "lbfgs": "use DDP, or sizes that the number of shards divides",
+    "lbfgs": "unevenly sharded",
 }
 
 
