@@ -236,12 +236,13 @@ class Run:
         So dropout in a model or mixup in the loop is the same when resumed, the same on P processes as on one process
         with P accumulation steps, and the same in each phase over one step.
         """
+        is_watched = self.test_batch == 0 and self.accelerator.layout.num_slots > 1
         for number, batch in enumerate(batches, 1):
             self._seed_model(batch)
-            if self.test_batch == 0:
+            if is_watched:
                 self.step_rule.begin(batch, number == 1, self.is_free)
             yield batch
-            if self.test_batch == 0:
+            if is_watched:
                 self.step_rule.end(number == self.train_loader.sampler.accumulation)
 
     def _check_accumulation(self, is_last: bool) -> None:

@@ -118,7 +118,8 @@ class StepRule:
         self.accelerator, self.checkpoints, self.is_compared = accelerator, checkpoints, is_compared
         self.generators = [generator for generator in generators if hasattr(generator, "get_state")]
         self.said, self.passes, self.after, self.batch = set(), 0, {}, None
-        accelerator.watch_backward = self.backward
+        if accelerator.layout.num_slots > 1:
+            accelerator.watch_backward = self.backward
 
     def begin(self, batch, is_first: bool, is_free: bool) -> None:
         """A micro-batch begins; is_first: of its step; is_free: of run.steps, with which a loop means what it does."""
@@ -157,7 +158,7 @@ class StepRule:
         self.had_backward |= set() if batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []
         self._say(some, "some micro-batches of a step had {}, and one had none: give it its loss, or 0 * loss")
-        is_mean = self.calls < type(batch).mean_loss_calls or self.is_free or layout.num_slots == 1
+        is_mean = self.calls < type(batch).mean_loss_calls or self.is_free
         given = [] if is_mean or not self.passes else ["batch.mean_loss"]
         self._say(given, "a loss is not from {}, so parts of a batch count equally, whatever their size", stops=False)
         if not self.is_compared:
