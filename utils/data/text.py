@@ -269,39 +269,44 @@ def write_tokens(
     if is_test.all() or not is_test.any():
         stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
 
-    def texts_of(side: np.ndarray) -> Iterator[Iterable[str]]:
-        return (parts for *_, parts in itertools.compress(read_documents(sources, column), side))
-
     if tokenizer is None:
         step = 1 + int(facts["length"][~is_test].sum()) // LEARN_FROM
-        parts = itertools.islice(itertools.chain.from_iterable(texts_of(~is_test)), 0, None, step)
+        texts = (parts for *_, parts in itertools.compress(read_documents(sources, column), ~is_test))
+        parts = itertools.islice(itertools.chain.from_iterable(texts), 0, None, step)
         tokenizer = learn_tokenizer(parts, vocabulary)
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    sides = {"train": ~is_test, "test": is_test}
-    sizes = {name: write_split(folder / f"{name}.bin", tokenizer, texts_of(side)) for name, side in sides.items()}
+    documents = zip(np.where(is_test, "test", "train"), read_documents(sources, column), strict=True)
+    pieces = ((split, *piece) for split, (*_, parts) in documents for piece in cut_pieces(parts))
+    sizes, is_lossless = write_pieces(folder, tokenizer, pieces)
     about = f"{(~is_test).sum():,} documents for training, {is_test.sum():,} for testing"
-    if None in sizes.values():
+    if not is_lossless:
         about += ", without bits_per_byte, as the tokenizer loses a part of the text,"
+        sizes = dict.fromkeys(sizes)
     return {"bytes": sizes, "about": about}
 
 
-def write_split(file: Path, tokenizer: Tokenizer, texts: Iterable[Iterable[str]]) -> int | None:
-    """Write the tokens of documents; the length of these in UTF-8, or None, if a sample is not what its tokens give."""
-    pieces = itertools.chain.from_iterable(map(cut_pieces, texts))
+def write_pieces(folder: Path, tokenizer: Tokenizer, pieces: Iterator[tuple[str, str, bool]]) -> tuple[dict, bool]:
+    """Write the tokens of pieces (split, text, is_last) of documents into <split>.bin.
+
+    Returns:
+        The length of the texts of each split in UTF-8; whether a sample of them is what its tokens give.
+    """
     eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer.get_vocab_size())
-    num_bytes, is_lossless, shown = 0, True, time.monotonic()
-    with open(file, "wb") as out:
-        out.write(np.array([eos], dtype))
+    sizes, is_lossless, shown = {"train": 0, "test": 0}, True, time.monotonic()
+    with open(folder / "train.bin", "wb") as train, open(folder / "test.bin", "wb") as test:
+        files = {"train": train, "test": test}
+        for file in files.values():
+            file.write(np.array([eos], dtype))
         while batch := [*itertools.islice(pieces, AT_ONCE)]:
-            encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
-            is_lossless &= tokenizer.decode(encodings[0].ids, skip_special_tokens=False) == batch[0][0]
-            for (text, is_last), encoding in zip(batch, encodings, strict=True):
-                out.write(np.array(encoding.ids + [eos] * is_last, dtype))
-                num_bytes += len(text.encode())
+            encodings = tokenizer.encode_batch_fast([text for _, text, _ in batch], add_special_tokens=False)
+            is_lossless &= tokenizer.decode(encodings[0].ids, skip_special_tokens=False) == batch[0][1]
+            for (split, text, is_last), encoding in zip(batch, encodings, strict=True):
+                files[split].write(np.array(encoding.ids + [eos] * is_last, dtype))
+                sizes[split] += len(text.encode())
             if time.monotonic() > shown + 60:
-                show(f"tokenized {num_bytes / 1e6:,.0f} MB into {file.name}")
+                show(f"tokenized {sum(sizes.values()) / 1e6:,.0f} MB")
                 shown = time.monotonic()
-    return num_bytes if is_lossless else None
+    return sizes, is_lossless
 
 
 def load_prepared(dataset: str, tokenizer_file: str, context: int, dtype: str | None) -> tuple:
