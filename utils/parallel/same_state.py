@@ -130,7 +130,9 @@ class StepRule:
 
     def leave(self) -> None:
         """Before the first micro-batch of a step, and between two, nothing is drawn for a backward pass."""
-        self.batch, self.random_states = None, [generator.get_state() for generator in self.generators]
+        self.batch = None
+        if self.is_compared:
+            self.random_states = [generator.get_state() for generator in self.generators]
 
     @contextlib.contextmanager
     def backward(self):
@@ -140,7 +142,7 @@ class StepRule:
             states = zip(self.generators, self.random_states, strict=True)
             is_drawn = any(not torch.equal(generator.get_state(), state) for generator, state in states)
             said = "random numbers, as of dropout, are drawn outside of {}, so they depend on how a step is cut"
-            self._say(["run.seeded(batches)"] * is_drawn, said, stops=False)
+            self._say(["run.seeded(batches)"] if is_drawn else [], said, stops=False)
         if self.is_compared and self.passes == 1:
             self.before = now = self._state()
             self._say(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
