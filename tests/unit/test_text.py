@@ -266,11 +266,17 @@ def test_tokens_of_a_tokenizer_of_65536_without_an_eos_have_two_bytes(tmp_path):
 
 
 def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capsys):
+    """Nor has the split of which it loses nothing."""
     tokenizer = learn_tokenizer(TEXTS, 270)
     tokenizer.normalizer = normalizers.Lowercase()
     data = pack(tmp_path / "lower", ["Lower", "newest"], tokenizer, 4)
     assert data.bits_per_byte(torch.tensor(1.0)) == {}
     assert "loses a part of the text" in capsys.readouterr().out
+    file = tmp_path / "lower.json"
+    tokenizer.save(str(file))
+    folder = write_files(tmp_path / "one", {"train.txt": b"Lower", "test.txt": b"newest"})
+    for split in load_tokens(folder, str(file), 0, 4, str(tmp_path / "cache"))[:2]:
+        assert split.bits_per_byte(torch.tensor(1.0)) == {}
 
 
 # Long documents
