@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from fakes import fake_accelerator
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
@@ -32,13 +31,20 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-def build(seed, accelerator, optimizer=torch.optim.AdamW, scheduler=None, **options):
-    """A model with BatchNorm, its optimizer and its schedule, prepared."""
+def batch_norm_model():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def one_cycle(rate=0.01, steps=50, **options):
+    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, **options)
+
+
+def build(seed, accelerator, optimizer=torch.optim.AdamW, scheduler=None, model=batch_norm_model, **options):
+    """A model, its optimizer and its schedule, prepared."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = model()
     optimizer = optimizer(model.parameters(), **{"lr": 0.01, **options})
-    schedule = scheduler or (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.01, 50))
-    prepared = accelerator.prepare(model, optimizer, schedule(optimizer))
+    prepared = accelerator.prepare(model, optimizer, (scheduler or one_cycle())(optimizer))
     return dict(zip(("model", "optimizer", "scheduler"), prepared, strict=True))
 
 
@@ -60,37 +66,33 @@ def checkpoints(accelerator, folder, state, invariants=None, **options):
 
 
 def train(accelerator, state, steps):
+    optimizer, scheduler = state["optimizer"], state.get("scheduler")
     for step in range(steps):
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        loss = state["model"](inputs).square().sum()
-        accelerator.backward(loss)
-        state["optimizer"].step()
-        scheduler = state.get("scheduler")
-        if isinstance(getattr(scheduler, "scheduler", None), PLATEAU):
-            scheduler.step(loss.item())
-        elif scheduler is not None:
-            scheduler.step()
-        if "model_ema" in state:
-            state["model_ema"].update_parameters(state["model"])
-        state["optimizer"].zero_grad()
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = state["model"](inputs).square().sum()
+            accelerator.backward(loss)
+            return loss
+
+        loss = closure()
+        optimizer.step(*[closure] * isinstance(getattr(optimizer, "optimizer", None), torch.optim.LBFGS))
+        if scheduler is not None:
+            scheduler.step(*[loss.item()] * isinstance(scheduler.scheduler, PLATEAU))
+        optimizer.zero_grad()
 
 
 def assert_equal(one, other):
-    """Models by all their tensors, optimizers by all their state and hyperparameters."""
+    """Parts of two checkpoints, by all that is in their states."""
+
+    def to_json(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else repr(value)
+
     assert one.keys() == other.keys()
     for name in one:
-        if isinstance(one[name], nn.Module):
-            states = one[name].state_dict(), other[name].state_dict()
-            for key, tensor in states[0].items():
-                assert torch.equal(tensor, states[1][key]), f"{name}.{key}"
-        elif hasattr(one[name], "param_groups"):
-            states = one[name].state_dict(), other[name].state_dict()
-            assert str(states[0]["param_groups"]) == str(states[1]["param_groups"])
-            for number, entries in states[0]["state"].items():
-                for key, value in entries.items():
-                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1]["state"][number][key])), (
-                        f"{name} {number} {key}"
-                    )
+        texts = [json.dumps(state[name].state_dict(), default=to_json, sort_keys=True) for state in (one, other)]
+        assert texts[0] == texts[1], name
 
 
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -117,21 +119,6 @@ def test_everything_that_a_step_needs_comes_back(tmp_path, accelerator):
     assert_equal(first, second)
 
 
-def test_a_learning_rate_that_is_a_tensor_comes_back(tmp_path, accelerator):
-    def built(rate):
-        model = nn.Linear(2, 2)
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), torch.tensor(rate), capturable=False)}
-
-    first = built(0.5)
-    saver = checkpoints(accelerator, tmp_path, first)
-    first["optimizer"].param_groups[0]["lr"].fill_(0.125)
-    saver.save(1, {})
-    second = built(0.5)
-    checkpoints(accelerator, tmp_path, second).load()
-    rate = second["optimizer"].param_groups[0]["lr"]
-    assert (type(rate), rate.item()) == (torch.Tensor, 0.125)
-
-
 def test_a_buffer_whose_type_changes_between_two_saves_is_saved_in_its_new_type(tmp_path, accelerator):
     model = nn.BatchNorm1d(2)
     saver = checkpoints(accelerator, tmp_path, {"model": model})
@@ -142,116 +129,63 @@ def test_a_buffer_whose_type_changes_between_two_saves_is_saved_in_its_new_type(
     assert torch.equal(safetensors.torch.load_file(folder / "model.safetensors")["running_mean"], model.running_mean)
 
 
-SCHEDULERS = {
-    "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
-    "plateau": lambda opt: PLATEAU(opt, patience=1, factor=0.5),
-    "steps": lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [3, 8]),
-    "sequence": lambda opt: torch.optim.lr_scheduler.SequentialLR(
-        opt,
-        [torch.optim.lr_scheduler.LinearLR(opt, total_iters=3), torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])],
-        [9],
-    ),
+def lambda_lr(function):
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+
+
+class Rate:
+    """A factor of the learning rate with a state: how often it was called."""
+
+    def __init__(self, decay):
+        self.decay, self.calls = decay, 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return self.decay**self.calls
+
+
+def in_sequence(optimizer):
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+    inner = [first, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [9])
+
+
+def channels_last_model():
+    """Other strides of a moment than of its weight would give it another number's momentum: a fused step reads both
+    side by side."""
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 1)), nn.Conv2d(2, 3, (2, 1))).to(memory_format=torch.channels_last)
+
+
+PARTS = {
+    "function": {"scheduler": lambda_lr(lambda step: 1 / (step + 1))},
+    "object": {"scheduler": lambda opt: lambda_lr(Rate(0.5))(opt)},
+    "plateau": {"scheduler": lambda opt: PLATEAU(opt, patience=1, factor=0.5)},
+    "steps": {"scheduler": lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [3, 8])},
+    "sequence": {"scheduler": in_sequence},
+    "momentum": {"optimizer": torch.optim.SGD, "momentum": 0.9, "nesterov": True},
+    "fused": {"optimizer": torch.optim.AdamW, "fused": True},
+    "amsgrad": {"optimizer": torch.optim.Adam, "amsgrad": True, "betas": (0.8, 0.9)},
+    "adafactor": {"optimizer": torch.optim.Adafactor, "scheduler": one_cycle(cycle_momentum=False)},
+    "rate in a tensor": {"optimizer": lambda parameters, lr: torch.optim.Adam(parameters, torch.tensor(lr))},
+    "lists of tensors": {"optimizer": torch.optim.LBFGS, "max_iter": 3, "scheduler": one_cycle(cycle_momentum=False)},
+    "channels last": {"model": channels_last_model, "optimizer": torch.optim.SGD, "momentum": 0.9, "fused": True},
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-def test_any_schedule_goes_on(tmp_path, accelerator, name):
-    first = build(0, accelerator, scheduler=SCHEDULERS[name])
+def test_any_optimizer_and_schedule_goes_on(tmp_path, accelerator, name):
+    first, second = build(0, accelerator, **PARTS[name]), build(1, accelerator, **PARTS[name])
     saver = checkpoints(accelerator, tmp_path, first)
     train(accelerator, first, 7)
     saver.save(7, {})
-    second = build(1, accelerator, scheduler=SCHEDULERS[name])
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 7
+    assert not mapped(tmp_path)
     for state in (first, second):
         train(accelerator, state, 5)
     assert_equal(first, second)
-
-
-OPTIMIZERS = {
-    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
-    "amsgrad": (torch.optim.Adam, {"amsgrad": True, "betas": (0.8, 0.9)}),
-    "adafactor": (torch.optim.Adafactor, {}),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_goes_on(tmp_path, accelerator, name):
-    kind, options = OPTIMIZERS[name]
-    constant = torch.optim.lr_scheduler.ConstantLR
-    first = build(0, accelerator, kind, lambda opt: constant(opt, 1.0), **options)
-    saver = checkpoints(accelerator, tmp_path, first)
-    train(accelerator, first, 4)
-    saver.save(4, {})
-    second = build(1, accelerator, kind, lambda opt: constant(opt, 1.0), **options)
-    assert checkpoints(accelerator, tmp_path, second).load()[0] == 4
-    for state in (first, second):
-        train(accelerator, state, 3)
-    assert_equal(first, second)
-    assert not mapped(tmp_path)
-    group = second["optimizer"].param_groups[0]
-    assert {key: type(value) for key, value in group.items()} == {
-        key: type(value) for key, value in first["optimizer"].param_groups[0].items()
-    }
-
-
-def test_lbfgs_goes_on(tmp_path, accelerator):
-    """Its state is lists of tensors, all of them under the first parameter."""
-
-    def built(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=2)}
-
-    def step(model, optimizer):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 4)).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    first, second = built(0), built(1)
-    step(**first)
-    checkpoints(accelerator, tmp_path, first).save(1, {})
-    assert checkpoints(accelerator, tmp_path, second).load()[0] == 1
-    assert not mapped(tmp_path)
-    step(**first)
-    step(**second)
-    (before,), (now,) = (each["optimizer"].state.values() for each in (first, second))
-    assert len(now["old_dirs"]) == 2
-    assert {name: str(value) for name, value in now.items()} == {name: str(value) for name, value in before.items()}
-    for name, tensor in first["model"].state_dict().items():
-        assert torch.equal(second["model"].state_dict()[name], tensor)
-
-
-def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator):
-    """A fused step reads both side by side: other strides give a weight another one's momentum."""
-
-    def build_convolution(seed):
-        torch.manual_seed(seed)
-        model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def step(state):
-        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        accelerator.backward(state["model"](images).square().sum())
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
-
-    first, other = build_convolution(0), build_convolution(1)
-    step(first)
-    checkpoints(accelerator, tmp_path, first).save(1, {})
-    checkpoints(accelerator, tmp_path, other).load()
-    for parameter, state in other["optimizer"].optimizer.state.items():
-        assert state["momentum_buffer"].stride() == parameter.stride()
-    for state in (first, other):
-        step(state)
-    assert_equal(first, other)
+    groups = [state["optimizer"].param_groups[0] for state in (first, second)]
+    assert [*map(type, groups[0].values())] == [*map(type, groups[1].values())]
 
 
 def compile_in_place(model):
@@ -507,55 +441,29 @@ def test_stages_of_a_pipeline_are_written_by_the_ranks_that_have_them(tmp_path, 
     assert all(torch.equal(final[name], tensor) for name, tensor in whole["model"].state_dict().items())
 
 
-def build_two(seed, accelerator):
-    """A pair as in a GAN, each with an optimizer of its own, and a moving average of one."""
-    torch.manual_seed(seed)
-    models = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
-    average = AveragedModel(models[0], multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    maker, judge, maker_optimizer, judge_optimizer = accelerator.prepare(*models, *optimizers)
-    return {
-        "maker": maker,
-        "judge": judge,
-        "maker_optimizer": maker_optimizer,
-        "judge_optimizer": judge_optimizer,
-        "maker_ema": average,
-    }
-
-
-def train_two(accelerator, state, steps):
-    for step in range(steps):
-        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-        for name, sign in (("judge", 1), ("maker", -1)):
-            judged = state["judge"](state["maker"](inputs))
-            accelerator.backward(sign * judged.mean() + judged.square().mean())
-            state[f"{name}_optimizer"].step()
-            state["maker_optimizer"].zero_grad()
-            state["judge_optimizer"].zero_grad()
-        state["maker_ema"].update_parameters(state["maker"])
-
-
-def as_text(states):
-    return json.dumps(states, default=lambda tensor: tensor.tolist(), sort_keys=True)
-
-
 # --- kills, and what is on the disk when ------------------------------------------------------
 
 
+def build_two(seed, accelerator):
+    """Two models that one optimizer trains, and whose parameters have the same names."""
+    torch.manual_seed(seed)
+    models = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(nn.ModuleList(models).parameters(), 0.01)
+    return dict(zip(("maker", "judge", "optimizer"), accelerator.prepare(*models, optimizer), strict=True))
+
+
+def train_two(accelerator, state, steps):
+    train(accelerator, {**state, "model": nn.Sequential(state["maker"], state["judge"])}, steps)
+
+
 def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, accelerator, monkeypatch):
-    state = build_two(0, accelerator)
-    saver = checkpoints(accelerator, tmp_path, state, keep=1)  # the old one goes last
-    expected = {}
-    for step in (1, 2):
-        train_two(accelerator, state, step)
-        expected[step] = {name: part.state_dict() for name, part in state.items()}
-        expected[step] = as_text(expected[step])
-        if step == 1:
-            saver.save(1, {})
-    files = len(state) + 1  # manifest.json
-    calls = ["fsync"] + ["write_tensors", "fsync"] * (files - 1) + ["write_manifest"] + ["fsync"] * 3
+    first, second = build_two(0, accelerator), build_two(0, accelerator)
+    train_two(accelerator, first, 1)
+    checkpoints(accelerator, tmp_path, first).save(1, {})
+    train_two(accelerator, second, 2)
+    calls = ["fsync"] + ["write_tensors", "fsync"] * len(second) + ["write_manifest"] + ["fsync"] * 3
     for allowed in range(len(calls)):
-        saver, left = checkpoints(accelerator, tmp_path, state, keep=1), [allowed]
+        saver, left = checkpoints(accelerator, tmp_path, second, keep=1), [allowed]
 
         def die_after(name, left=left):
             function = getattr(disk, name)
@@ -577,8 +485,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
         step = checkpoints(accelerator, tmp_path, loaded).load()[0]
         # The folder has its name after all but the last of these calls.
         assert step == (2 if allowed >= len(calls) - 1 else 1)
-        found = {name: part.state_dict() for name, part in loaded.items()}
-        assert as_text(found) == expected[step]
+        assert_equal(loaded, {1: first, 2: second}[step])
         assert not list((tmp_path / "checkpoints").glob(".part_*"))
 
 
@@ -596,34 +503,27 @@ def test_the_main_process_alone_touches_the_disk(tmp_path, accelerator, monkeypa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-class SlowDisk:
-    """`write_tensors` that waits before each file until `end` is set."""
-
-    def __init__(self, monkeypatch):
-        self.began, self.end = threading.Event(), threading.Event()
-        self.write = disk.write_tensors
-        monkeypatch.setattr(disk, "write_tensors", self)
-
-    def __call__(self, *args):
-        self.began.set()
-        assert self.end.wait(60)
-        return self.write(*args)
-
-
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, monkeypatch):
-    disk = SlowDisk(monkeypatch)
+    began, end, write = threading.Event(), threading.Event(), disk.write_tensors
+
+    def write_slowly(*args):
+        began.set()
+        assert end.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(disk, "write_tensors", write_slowly)
     state, expected = build(0, accelerator), build(0, accelerator)
     saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
     train(accelerator, state, 3)
     train(accelerator, expected, 3)
     before = set(threading.enumerate())
     saver.save(3, {})
-    assert disk.began.wait(60)
+    assert began.wait(60)
     train(accelerator, state, 5)  # changes every tensor that is being written
     assert not list((tmp_path / "checkpoints").glob("step_*"))
     assert not saver.failed()
     (writer,) = set(threading.enumerate()) - before
-    disk.end.set()
+    end.set()
     saver.wait()
     writer.join(20)  # nothing is left to wait for: a process may go on to another run
     assert not writer.is_alive()
@@ -644,56 +544,39 @@ def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator)
     assert not (tmp_path / "checkpoints" / "step_00000002" / "queue.safetensors").exists()
 
 
-def record_flushes(monkeypatch, path):
-    """What is flushed from now on, and whether `path` has its name at that moment."""
-    flushed, fsync = [], os.fsync
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, accelerator, monkeypatch):
+    """And what `extra` speaks of before the manifest; then the name."""
+    path, flushed, fsync = tmp_path / "checkpoints" / "step_00000001", [], os.fsync
 
     def record(descriptor):
         flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, path.exists()))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    return flushed
-
-
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, accelerator, monkeypatch):
-    """And what `extra` speaks of before the manifest; then the name."""
-    flushed = record_flushes(monkeypatch, tmp_path / "checkpoints" / "step_00000001")
     saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
     saver.save(1, {}, lambda: flushed.append(("what extra speaks of", False)))
     assert flushed[:2] == [("what extra speaks of", False), (tmp_path.name, False)]
     assert sorted(flushed[2:-3]) == [(f"{n}.safetensors", False) for n in ("model", "optimizer")]
-    assert flushed[-3:] == [
-        ("manifest.json", False),
-        (".part_step_00000001", False),
-        ("checkpoints", True),
-    ]
+    assert flushed[-3:] == [("manifest.json", False), (".part_step_00000001", False), ("checkpoints", True)]
 
 
 # --- models and objects of any kind -----------------------------------------------------------
 
 
+def tied_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
 def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerator):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-            self.last.weight = self.first.weight
-
-    def built(seed):
-        torch.manual_seed(seed)
-        model = Tied()
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
-
-    first, second = built(0), built(1)
-    first["model"].last(first["model"].first(torch.tensor([1]))).sum().backward()
-    first["optimizer"].step()
-    checkpoints(accelerator, tmp_path, first).save(1, {})
+    first, second = (build(seed, accelerator, model=tied_model) for seed in (0, 1))
+    saved(accelerator, tmp_path, first)
     checkpoints(accelerator, tmp_path, second).load()
     assert_equal(first, second)
-    assert second["model"].first.weight is second["model"].last.weight
+    assert second["model"][0].weight is second["model"][1].weight
     save_model(accelerator, first["model"], tmp_path / "model.safetensors")
-    assert len(run_reader.weights(tmp_path)) == 2
+    assert run_reader.weights(tmp_path).keys() == first["model"].state_dict().keys()
 
 
 class Queue:
@@ -723,16 +606,17 @@ def test_an_object_of_your_own_comes_back(tmp_path, accelerator):
 
 
 @pytest.mark.parametrize(
-    ("part", "sentence"),
+    ("part", "reason"),
     [
         (Queue({"a": {"b": {1, 2}}}), "x/a/b cannot be saved: it is a set"),
-        (Queue({"a": {(1, 2): 3}}), "x/a cannot be saved: it is a dict with the keys [(1, 2)]"),
+        (Queue({"a": {(1, 2): 3}}), r"x/a cannot be saved: it is a dict with the keys \[\(1, 2\)\]"),
+        (Queue({"a": torch.zeros(2).to(complex)}), "complex128"),  # which safetensors lacks
+        (nn.Linear(2, 2, dtype=torch.complex128), "complex128"),
     ],
 )
-def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsys, part, sentence):
-    with pytest.raises(SystemExit):
+def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, part, reason):
+    with pytest.raises((SystemExit, KeyError), match=reason):
         checkpoints(accelerator, tmp_path, {"x": part})
-    assert sentence in capsys.readouterr().err
 
 
 # --- what does not fit ------------------------------------------------------------------------
@@ -767,10 +651,6 @@ def test_flags_and_data_must_be_the_same_flags_first(tmp_path, accelerator, caps
     assert "different arguments: data was " in capsys.readouterr().err
 
 
-def one_cycle(rate=0.01, steps=50, **options):
-    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, **options)
-
-
 def of_groups(groups):
     """Three parameters in these groups of an SGD, which has no state that would tell."""
     model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
@@ -789,7 +669,7 @@ def only(model):
 
 
 CHANGED = [
-    (built(), built(scheduler=SCHEDULERS["plateau"]), "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'"),
+    (built(), built(**PARTS["plateau"]), "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'"),
     (built(), built(scheduler=one_cycle(steps=60)), "scheduler.total_steps was 50 and is 60"),
     (
         built(),
@@ -809,6 +689,8 @@ CHANGED = [
         lambda _: of_groups([[0], [1, 2]]),
         "optimizer.1.weight was 'group 0' and is 'group 1'",
     ),
+    (built(scheduler=lambda_lr(Rate(0.5))), built(scheduler=lambda_lr(Rate(0.7))), "decay was 0.5 and is 0.7"),
+    (built(), lambda accelerator: build(0, accelerator) | {"ema": nn.Linear(1, 1)}, "and is 'ema, model, optimizer"),
 ]
 
 
@@ -835,71 +717,18 @@ def test_how_a_step_is_computed_may_change(tmp_path, accelerator, then, now):
     assert other["optimizer"].param_groups[0]["fused"] is now
 
 
-def lambda_lr(function):
-    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, function)
-
-
-def warm_up(steps):
-    return lambda step: min(1, (step + 1) / steps) if step else 0.1
-
-
-class Rate:
-    """A factor of the learning rate with a state: how often it was called."""
-
-    def __init__(self, decay):
-        self.decay, self.calls = decay, 0
-
-    def __call__(self, step):
-        self.calls += 1
-        return self.decay**self.calls
-
-
-def in_sequence(function):
-    def schedule(optimizer):
-        inner = [lambda_lr(lambda step: 1.0)(optimizer), lambda_lr(function)(optimizer)]
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [2])
-
-    return schedule
-
-
-def of_the_second_group(function):
-    def schedule(optimizer):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, function])
-
-    return schedule
-
-
-@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, of_the_second_group])
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-def test_an_object_of_the_learning_rate_that_changed_is_refused_by_its_state(tmp_path, accelerator, capsys, schedule):
-    """Though its first value is the same. A function has no state: that its file changed is said by the run."""
-    saved(accelerator, tmp_path, build(0, accelerator, scheduler=schedule(Rate(0.5))))
-    assert checkpoints(accelerator, tmp_path, build(0, accelerator, scheduler=schedule(Rate(0.5)))).load()[0] == 2
-    refused(accelerator, tmp_path, build(0, accelerator, scheduler=schedule(Rate(0.7))))
-    assert "decay was 0.5 and is 0.7" in capsys.readouterr().err
-
-
-def test_a_longer_run_goes_on_where_no_schedule_depends_on_the_length(tmp_path, accelerator, capsys):
-    plateau = {"scheduler": SCHEDULERS["plateau"]}
-    for name, options in {"plateau": plateau, "warm_up": {"scheduler": lambda_lr(warm_up(4))}}.items():
-        (tmp_path / name).mkdir()
-        saved(accelerator, tmp_path / name, build(0, accelerator, **options), {"total_steps": 40})
-        longer = build(1, accelerator, **options)
-        assert checkpoints(accelerator, tmp_path / name, longer, {"total_steps": 60}).load()[0] == 2
-        refused(accelerator, tmp_path / name, build(1, accelerator, **options), {"total_steps": 1})
-        assert "total_steps was 40 and is 1" in capsys.readouterr().err
-
-
-def test_a_run_of_another_length_says_that_a_function_of_the_step_may_go_on_differently(tmp_path, accelerator, capsys):
-    def built(steps):
-        return build(0, accelerator, scheduler=lambda_lr(lambda step: 1 - step / steps))
-
-    saved(accelerator, tmp_path, built(40), {"total_steps": 40})
+def test_a_run_of_another_length_goes_on_with_a_warning_where_no_schedule_knows_its_length(
+    tmp_path, accelerator, capsys
+):
+    """A function of the step may depend on it."""
+    saved(accelerator, tmp_path, build(0, accelerator, **PARTS["function"]), {"total_steps": 40})
     for steps in (40, 60):
-        assert checkpoints(accelerator, tmp_path, built(steps), {"total_steps": steps}).load()[0] == 2
+        longer = build(1, accelerator, **PARTS["function"])
+        assert checkpoints(accelerator, tmp_path, longer, {"total_steps": steps}).load()[0] == 2
         found = re.findall(r"the run had 40 steps and now has (\d+)", capsys.readouterr().out)
-        assert found == (["60"] if steps == 60 else [])
+        assert found == ["60"] * (steps == 60)
+    refused(accelerator, tmp_path, build(1, accelerator, **PARTS["function"]), {"total_steps": 1})
+    assert "total_steps was 40 and is 1" in capsys.readouterr().err
 
 
 def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_path, accelerator, capsys):
@@ -909,13 +738,6 @@ def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_
     saver.save(1, {})
     refused(accelerator, tmp_path, {"model": nn.Sequential(nn.Linear(4, 2))})
     assert "model.1.weight was 'float32 (2, 2)' and is None" in capsys.readouterr().err
-
-
-def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):
-    state = build(0, accelerator)
-    saved(accelerator, tmp_path, state)
-    refused(accelerator, tmp_path, {**state, "model_ema": AveragedModel(state["model"])})
-    assert "checkpoint was 'model, optimizer, scheduler' and is 'model, model_ema, opt" in (capsys.readouterr().err)
 
 
 def rewrite(path, change):
@@ -1045,12 +867,6 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
     refused(accelerator, tmp_path, state)
     assert f"it was written by {version} version of the code (format {number}, " in capsys.readouterr().err
     assert names(tmp_path) == before == ["step_00000002", "step_00000003"]
-
-
-@pytest.mark.parametrize("part", [nn.Linear(2, 2, dtype=torch.complex128), Queue({"a": torch.zeros(2).to(complex)})])
-def test_a_type_that_safetensors_lacks_is_an_error_at_the_start(tmp_path, accelerator, part):
-    with pytest.raises(KeyError, match="complex128"):
-        checkpoints(accelerator, tmp_path, {"x": part})
 
 
 def test_a_schedule_without_an_entry_does_not_keep_its_first_value(tmp_path, accelerator):
