@@ -19,11 +19,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from utils import launch, progress
-from utils.best import Best, metric_direction
+from utils.best import Best
 from utils.failures.signals import EXIT_REQUEUE
+from utils.layout import Layout
 from utils.loader import GlobalLoader
-from utils.parallel import same_state
+from utils.parallel import batch_norm, same_state
 from utils.run import Run
+from utils.sampler import GlobalSampler
 
 
 def arguments(folder, **changes):
@@ -47,10 +49,11 @@ class Script:
         logs: whether it says `run.log_train`.
         rates: one Adam, or with two of them an SGD each for the weight and the bias of a single layer.
         gradient_scale: of the weight; the gradients are clipped.
+        norm: a layer of the model.
     """
 
     epochs, has_test, results, stop_at, leave_at, accumulates, logs = 6, True, {}, None, None, True, True
-    rates, gradient_scale = (0.01,), None
+    rates, gradient_scale, norm = (0.01,), None, nn.Identity
 
     def __init__(self, **changes):
         vars(self).update(changes)
@@ -62,7 +65,7 @@ class Script:
 
     def build(self, accelerator):
         if len(self.rates) == 1:
-            model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+            model = nn.Sequential(nn.Linear(3, 4), self.norm(4), nn.Dropout(0.1), nn.Linear(4, 1))
             optimizers = [torch.optim.Adam(model.parameters(), self.rates[0], fused=True)]
         else:
             model = nn.Linear(3, 1)
@@ -137,6 +140,9 @@ def start(tmp_path):
             if hasattr(script, "run"):
                 script.run.folder.lock.close()
                 script.run.stop_signal.received = None  # a process that a signal stops has no further run
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":  # the end of a process waits for it
+                    thread.join()
             run_many.reset_accelerate()
 
     return start
@@ -151,24 +157,17 @@ RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, sco
 
 
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
-    assert start(Script(results=RESULTS, epochs=5), save_best="max:score") is None
+    """Its patience ends in its last test, so it did not stop early."""
+    assert start(Script(results=RESULTS, epochs=5), save_best="max:score", patience=3) is None
     assert start(Script(results=RESULTS, epochs=2), "short") is None
     run = tmp_path / "run"
-    best = weights(run, "model_best")
-    last = weights(run)
-    at_step_8 = weights(tmp_path / "short")
+    best, last, at_step_8 = weights(run, "model_best"), weights(run), weights(tmp_path / "short")
     assert all(torch.equal(best[name], tensor) for name, tensor in at_step_8.items())
     assert not all(torch.equal(best[name], tensor) for name, tensor in last.items())
     found = summary(run)
     assert (found["best_score"], found["best_step"], found["test_score"]) == (0.9, 8, 0.9)
-    assert found["stopped_early"] is False
-    assert not (tmp_path / "short" / "model_best.safetensors").exists()
-
-
-def test_a_run_whose_patience_ends_in_its_last_test_did_not_stop_early(start, tmp_path):
-    assert start(Script(results=RESULTS, epochs=5), save_best="max:score", patience=3) is None
-    found = summary(tmp_path / "run")
     assert (found["step"], found["stopped_early"]) == (20, False)
+    assert not (tmp_path / "short" / "model_best.safetensors").exists()
 
 
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
@@ -230,39 +229,24 @@ def test_an_unknown_metric_is_named_beside_those_of_the_test(start, capsys):
     assert "--save_best recall needs the metric recall, but the test has loss, bias" in capsys.readouterr().err
 
 
-def test_regression_metrics_may_be_negative(start, tmp_path):
-    """bias is never positive, and more of it is better."""
-    assert start(Script(epochs=3), save_best="max:bias") is None
-    tests = lines(tmp_path / "run", "test")
-    best = max(tests, key=lambda line: line["bias"])
-    assert best["bias"] < 0
-    found = summary(tmp_path / "run")
-    assert (found["best_bias"], found["best_step"]) == (best["bias"], best["step"])
-    assert "best_loss" not in found
-
-
-def test_a_metric_that_begins_with_nan_can_still_be_best(start, tmp_path):
-    results = {4: {"score": math.nan}, 8: {"score": 0.5}, 12: {"score": math.nan}}
-    assert start(Script(results=results, epochs=3), save_best="max:score") is None
-    assert summary(tmp_path / "run")["best_step"] == 8
-    results = {step: {"score": math.nan} for step in (4, 8, 12)}
-    assert start(Script(results=results, epochs=3), "nan", save_best="max:score", patience=2) is None
-    assert summary(tmp_path / "nan")["step"] == 8
-
-
 @pytest.mark.parametrize(
-    ("metric", "expected"),
+    ("save_best", "values", "expected"),
     [
-        ("loss", ("loss", "min")),
-        ("dice_loss", ("dice_loss", "min")),
-        ("min:error_px", ("error_px", "min")),
-        ("min:r2", ("r2", "min")),
-        ("max:loss", ("loss", "max")),
-        ("max:recall@5", ("recall@5", "max")),
+        (None, [2.0, 1.0, 3.0], {"best_loss": 1.0, "best_step": 1}),
+        ("dice_loss", [2.0, 1.0, 1.0], {"best_dice_loss": 1.0, "best_step": 1}),
+        ("min:r2", [0.0, -1.0], {"best_r2": -1.0, "best_step": 1}),
+        ("max:recall@5", [0.5, 0.9, 0.9], {"best_recall@5": 0.9, "best_step": 1}),
+        ("max:bias", [-2.0, -1.0, -3.0], {"best_bias": -1.0, "best_step": 1}),
+        ("max:loss", [math.nan, 0.5, math.nan], {"best_loss": 0.5, "best_step": 1}),
+        ("max:score", [math.nan, math.nan], {}),
     ],
 )
-def test_which_is_better(metric, expected):
-    assert metric_direction(metric) == expected
+def test_the_best_value_is_the_first_of_the_smallest_or_the_largest_and_never_nan(save_best, values, expected):
+    best = Best(save_best, patience=2)
+    for step, value in enumerate(values):
+        best.add({best.monitor: value}, step)
+    assert best.summary() == expected
+    assert best.is_stuck(shows=False) is (len(values) - expected.get("best_step", -1) > 2)
 
 
 @pytest.mark.parametrize("metric", ["ppl", "accuracy", "error", "loss_2", "lossless", "mean:x", "min:", "max:"])
@@ -314,21 +298,12 @@ def test_a_logged_loss_that_is_not_finite_gets_into_no_checkpoint(start, tmp_pat
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
-def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, tmp_path, capsys):
+@pytest.mark.parametrize("flags", [{}, {"log_every": 4, "checkpoint_every": 2}])
+def test_gradients_that_are_not_finite_end_the_run_at_its_next_line_or_checkpoint(start, tmp_path, capsys, flags):
     """The losses are finite: a fused step leaves the weights as they are."""
-    assert start(Small(gradient_scale=math.inf, logs=True)) == 2
+    assert start(Small(gradient_scale=math.inf, logs=True), **flags) == 2
     assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
     assert lines(tmp_path / "run", "train") == []
-    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-
-
-def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys):
-    """A fused step whose gradients are not finite leaves the weights as they are: a resume goes on before it."""
-    assert start(Small(gradient_scale=math.inf, logs=True), log_every=4, checkpoint_every=2) == 2
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":  # the end of a process waits for it
-            thread.join()
-    assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
@@ -499,34 +474,6 @@ def test_without_accumulation_steps_accumulate_may_be_left_out(start):
     assert start(Small(accumulates=False)) is None
 
 
-class EvaluatedSeveralTimes(Script):
-    """L-BFGS, whose closure computes one micro-batch."""
-
-    def closure(self, accelerator, model, optimizer, batch):
-        optimizer.zero_grad()
-        loss = batch.mean_loss((model(batch.data[0]) - 1).square().squeeze(1))
-        accelerator.backward(loss)
-        return loss
-
-    def __call__(self, args):
-        accelerator, run, loader = self.begin(args)
-        model = nn.Linear(3, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-        run.start(loader, None, 1, checkpoint={"model": model, "optimizer": optimizer})
-        for epoch in run.epochs():
-            for batch in run.batches(loader, epoch):
-                with accelerator.accumulate(model):
-                    optimizer.step(functools.partial(self.closure, accelerator, model, optimizer, batch))
-        run.finish()
-
-
-def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(start, capsys):
-    """Accelerate calls its closure for the last micro-batch of a step only, which would train on that one alone."""
-    assert start(EvaluatedSeveralTimes(), batch_size=36) is None
-    assert start(EvaluatedSeveralTimes(), "other", batch_size=36, gradient_accumulation_steps=2) == 2
-    assert "some micro-batches of a step had accelerator.backward, and one had none" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("before", "now"), [(1, 1), (1, 2), (2, 1)])
 def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monkeypatch, capsys, before, now):
     """Dropout and BatchNorm depend on the micro-batches of a step, and all numbers on the code."""
@@ -546,36 +493,7 @@ def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monke
         assert warnings[1:] == ["warning: changed since the checkpoint was saved: train.py, utils/new.py, utils/old.py"]
 
 
-def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
-    assert start(Small(leave_at=3)) is None
-    assert summary(tmp_path / "run")["step"] == 2
-
-
 # --- data that changed ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
-def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train, test, said):
-    """The ends are the same, and the steps of an epoch are as many as before."""
-
-    class Changed(Script):
-        def __call__(self, args):
-            accelerator = launch.make_accelerator(args, cpu_threads=1)
-            self.run = run = Run(accelerator, args)
-            items = [float(number) for number in range(48)]
-            loaders = [
-                GlobalLoader(items[: count - 1] + items[-1:], 10, accelerator, seed=seed)
-                for count, seed in ((self.train, args.seed), (self.test, None))
-            ]
-            run.start(*loaders, 5, checkpoint={"model": accelerator.prepare(nn.Linear(1, 1))})
-            for epoch in run.epochs():
-                for _ in run.batches(loaders[0], epoch):
-                    self.stop_if(run.step + 1, "step")
-            run.finish()
-
-    assert start(Changed(train=48, test=48, stop_at=(1, "step"))) == EXIT_REQUEUE
-    assert start(Changed(train=train, test=test), resume=True) == 2
-    assert said in capsys.readouterr().err
 
 
 class TwoLoaders(Script):
@@ -586,12 +504,10 @@ class TwoLoaders(Script):
     def __call__(self, args):
         accelerator, run, loader = self.begin(args)
         options = {"seed": args.seed, "name": "other", "order": lambda epoch: self.order(self.count)}
-        if not self.late:
-            other = GlobalLoader(data(self.count), self.batch_size, accelerator, **options)
+        make = functools.partial(GlobalLoader, data(self.count), self.batch_size, accelerator, **options)
+        other = None if self.late else make()
         run.start(loader, None, 8, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
-        if self.late:
-            other = GlobalLoader(data(self.count), self.batch_size, accelerator, **options)
-        others = other.from_step(run.step)
+        others = (other or make()).from_step(run.step)
         self.read = {}
         for epoch in run.epochs():
             for _ in run.batches(loader, epoch):
@@ -625,21 +541,13 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
 # --- numbers of steps, and complete runs ------------------------------------------------------
 
 
-class Normalised(Script):
-    """A model with BatchNorm, of which this process computes every second micro-batch."""
-
-    def __call__(self, args):
-        accelerator, run, _ = self.begin(args)
-        del accelerator.loaders["train"]
-        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed, shard=(0, 2))
-        model = accelerator.prepare(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-        run.start(loader, None, 4, checkpoint={"model": model})
-
-
-def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(start, capsys):
-    assert start(Normalised(), "even", batch_size=10) is None
-    assert start(Normalised(), "odd", batch_size=9) == 2
-    assert "--batch_size 9 is not divisible by 2 micro-batches, and the model has" in capsys.readouterr().err
+def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(start, stops, capsys):
+    script = Small(norm=nn.BatchNorm1d)
+    assert start(script, "even", gradient_accumulation_steps=2) is None
+    assert start(script, "odd", gradient_accumulation_steps=2, batch_size=9) == 2
+    sentence = "--batch_size 9 is not divisible by 2 micro-batches, and the model has BatchNorm"
+    assert sentence in capsys.readouterr().err
+    assert sentence in stops(batch_norm.check, [nn.BatchNorm1d(3)], GlobalSampler(36, 9, Layout(processes=2)))
 
 
 @pytest.mark.parametrize("epochs", [0, -1, 0.625, math.inf])
