@@ -94,6 +94,8 @@ def test_the_same_values_have_the_same_digest(tensor):
 def test_the_same_objects_have_the_same_digest():
     assert digest(Other(a=1)) == digest(Other(a=1))
     assert digest(Keys(a=1)) == digest(Keys(a=1))
+    words = [np.array(["".join(["a", "b"]), None], object) for _ in range(2)]  # at two addresses
+    assert digest(words[0]) == digest(words[1])
 
 
 def test_the_order_of_a_set_of_strings_which_each_process_draws_does_not_count():
