@@ -22,27 +22,17 @@ def accelerator():
     return fake_accelerator(2)  # the other rank has no samples
 
 
-def batch_of(indices, weights=None):
-    class Samples:
-        def __init__(self):
-            self.indices = torch.as_tensor(indices, dtype=torch.int64)
-            self.weights = weights
+class Samples:
+    """Of a Batch, what Metrics ask it for."""
 
-        is_stand_in = False
-        counted = Batch.counted
+    counted = Batch.counted
 
-        def __len__(self):
-            return len(self.indices)
+    def __init__(self, indices, weights=None, is_stand_in=False):
+        self.indices = torch.as_tensor(indices, dtype=torch.int64)
+        self.weights, self.is_stand_in = weights, is_stand_in
 
-    return Samples()
-
-
-def filled(accelerator, losses, step=0):
-    stats = Metrics(accelerator)
-    losses = torch.tensor(losses)
-    batch = batch_of(range(100, 100 + len(losses)))
-    stats.add(batch, loss=losses, accuracy=losses < 1, step=step)
-    return stats
+    def __len__(self):
+        return len(self.indices)
 
 
 def over(threads, monkeypatch, processes, function):
@@ -75,8 +65,7 @@ def micro_batches(steps, slots):
         for slot in range(slots):
             n = 3 + (step + slot) % 3
             weights = torch.randint(0, 9, (n,), generator=generator)
-            batch = batch_of(torch.arange(n), weights)
-            batch.is_stand_in = (step, slot) == (steps - 1, slots - 1)
+            batch = Samples(torch.arange(n), weights, (step, slot) == (steps - 1, slots - 1))
             losses = torch.rand(n, generator=generator).masked_fill(weights == 0, torch.nan)
             yield step, slot, batch, losses, torch.rand(n, generator=generator) < 0.5
 
@@ -121,7 +110,7 @@ def test_one_bad_sample_on_one_of_two_processes_stops_both(threads, monkeypatch,
         for step in range(600):  # more than are added up at a time
             losses = torch.tensor([0.5, 0.25])
             losses[1] = torch.nan if (rank, step) == (1, 3) else 0.25
-            stats.add(batch_of([4 * step + 2 * rank, 4 * step + 2 * rank + 1]), loss=losses, step=step)
+            stats.add(Samples([4 * step + 2 * rank, 4 * step + 2 * rank + 1]), loss=losses, step=step)
         with pytest.raises(SystemExit) as stopped:
             stats.reduce()
         return stopped.value.code
@@ -137,78 +126,59 @@ def stop_each(sentence):
     raise SystemExit(2)
 
 
-def test_a_long_test_keeps_a_few_numbers_per_micro_batch(accelerator):
+def test_a_long_test_keeps_few_of_its_values(accelerator):
     stats = Metrics(accelerator, test_after=0)
-    for first in range(0, 1000 * 1000, 1000):
-        stats.add(batch_of(range(first, first + 1000)), loss=torch.full((1000,), first / 1e6), hit=torch.ones(1000))
-    kept = [part for row in stats.rows for part in row if torch.is_tensor(part)] + [sums for _, sums in stats.sums]
-    assert sum(tensor.nbytes for tensor in kept) < metrics.MOST_ROWS * 1000 * (4 + 8) + 2 * 32 * 1000
-    assert stats.reduce() == {"loss": pytest.approx(0.4995, rel=1e-7), "hit": 1, "samples": 1_000_000}
+    for index in range(600):
+        stats.add(Samples([index]), loss=index)
+        assert len(stats.rows) < metrics.MOST_ROWS
+    assert stats.reduce() == {"loss": 299.5, "samples": 600}
 
 
-def test_integers_beyond_float32_are_exact(accelerator):
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        # Each sample counts the same, whatever its batch.
+        ([(Samples(range(4)), torch.full((4,), 0.5)), (Samples([7]), torch.tensor([2.0]))], 0.8),
+        # A stand-in counts nothing, whatever its loss is.
+        ([(Samples([0, 1]), torch.tensor([1.0, 2.0])), (Samples([0], None, True), torch.tensor([torch.nan]))], 1.5),
+        # Weights are those of the batch, if it has some.
+        ([(Samples([0, 1], torch.tensor([3.0, 1.0])), torch.tensor([1.0, 4.0]))], 1.75),
+        # A scalar is the mean of the batch, weighted as it is.
+        ([(Samples([0, 1]), torch.tensor(3.0)), (Samples([2]), torch.tensor(6.0))], 4),
+        # What has no weight may be nan, as transformers' mean loss of texts that have no token to predict.
+        ([(Samples([0, 1], torch.tensor([1, 3])), 2.0), (Samples([2], torch.tensor([0])), math.nan)], 2),
+        # float32 is added in float64.
+        ([(Samples(range(100_000)), torch.full((100_000,), 0.1))], pytest.approx(float(np.float32(0.1)), rel=1e-14)),
+    ],
+)
+def test_the_mean_loss_of_batches(accelerator, batches, expected):
     stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1]), tokens=torch.tensor([2**40 + 1, 2**40 + 3]), loss=torch.ones(2))
-    stats.add(batch_of([2, 3]), tokens=torch.ones(2), loss=torch.ones(2))
-    assert stats.reduce()["tokens"] == (2**41 + 6) / 4
-
-
-def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
-    stats = filled(accelerator, [0.5, 0.5, 0.5, 0.5])
-    stats.add(batch_of([7]), loss=torch.tensor([2.0]), accuracy=torch.tensor([False]))
-    means = {"loss": pytest.approx(0.8), "accuracy": 0.8, "samples": 5}  # not (0.5 + 2) / 2
-    assert stats.reduce() == means
+    for batch, losses in batches:
+        stats.add(batch, loss=losses)
+    samples = sum(len(batch) for batch, _ in batches if not batch.is_stand_in)
+    assert stats.reduce() == {"loss": expected, "samples": samples}
     assert stats.state() == {"samples": 0, "sums": {}}
 
 
 def test_losses_have_the_weights_of_the_batch_and_other_metrics_count_samples(accelerator):
     """A sentence of 1 token, which is right, and one of 9, which is not."""
     stats = Metrics(accelerator)
-    batch = batch_of([0, 1], torch.tensor([1, 9]))
+    batch = Samples([0, 1], torch.tensor([1, 9]))
     losses, is_right = torch.tensor([1.0, 3.0]), torch.tensor([True, False])
     stats.add(batch, loss=losses, text_loss=losses, exact_match=is_right)
     stats.add(batch, token_match=is_right, weights=batch.weights)
-    assert stats.reduce() == {"loss": 2.8, "text_loss": 2.8, "exact_match": 0.5, "token_match": 0.1, "samples": 2}
-
-
-def test_weights_of_the_call_replace_those_of_the_batch(accelerator):
-    losses = torch.tensor([1.0, 4.0])
-    stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1], torch.tensor([3.0, 1.0])), loss=losses)
-    assert stats.reduce() == {"loss": 1.75, "samples": 2}
-    stats.add(batch_of([0, 1], torch.tensor([3.0, 1.0])), loss=losses, weights=torch.tensor([0, 2]))
-    stats.add(batch_of([2, 3]), loss=losses)
-    assert stats.reduce() == {"loss": (2 * 4 + 1 + 4) / 4, "samples": 4}
-
-
-def test_float32_losses_are_summed_in_float64(accelerator):
-    stats = filled(accelerator, [0.1] * 100_000)
-    assert stats.reduce()["loss"] == pytest.approx(float(np.float32(0.1)), rel=1e-14)
-
-
-def test_a_stand_in_counts_nothing_whatever_its_loss_is(accelerator):
-    stats = filled(accelerator, [1.0, 2.0])
-    batch = batch_of([0])
-    batch.is_stand_in = True
-    stats.add(batch, loss=torch.tensor([torch.nan]), accuracy=torch.ones(1, dtype=torch.bool))
-    assert stats.reduce() == {"loss": 1.5, "accuracy": 0, "samples": 2}
+    stats.add(batch, other_loss=losses, weights=torch.tensor([0, 2]))
+    expected = {"loss": 2.8, "other_loss": 3.0, "text_loss": 2.8, "exact_match": 0.5, "token_match": 0.1, "samples": 2}
+    assert stats.reduce() == expected
 
 
 def test_a_mean_over_no_weight_is_nan_and_does_not_stop(accelerator):
     stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1], torch.zeros(2)), loss=torch.ones(2))
+    stats.add(Samples([0, 1], torch.zeros(2)), loss=torch.ones(2))
     means = stats.reduce()
     assert math.isnan(means["loss"])
     assert means["samples"] == 2
     assert Metrics(accelerator).reduce() == {"samples": 0}
-
-
-def test_what_has_no_weight_does_not_count_even_if_it_is_nan(accelerator):
-    """A micro-batch of texts without a masked token: transformers' mean loss over none is nan."""
-    stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1], torch.tensor([1, 3])), loss=torch.tensor(2.0), hit=torch.tensor([True, False]))
-    stats.add(batch_of([2], torch.tensor([0])), loss=torch.tensor(torch.nan), hit=torch.tensor([True]))
-    assert stats.reduce() == {"loss": 2.0, "hit": 2 / 3, "samples": 3}
 
 
 def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch):
@@ -216,14 +186,14 @@ def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch):
     another = {"of_another_rank": [[], []]}, 0, []
     monkeypatch.setattr(metrics, "gather_object", lambda mine: [another, *mine])
     stats = Metrics(accelerator)
-    stats.add(batch_of([1, 2]), b_loss=torch.tensor([1.0, 2.0]))
-    batch = batch_of([3, 4, 5])
+    stats.add(Samples([1, 2]), b_loss=torch.tensor([1.0, 2.0]))
+    batch = Samples([3, 4, 5])
     stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]), weights=torch.tensor([1.0, 0.0, 3.0]))
     stats.add(batch, a_loss=4.0, weights=torch.tensor([1.0, 1.0, 0.0]))
     with pytest.raises(ValueError, match="metric accuracy is added twice for one batch"):
         stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]))
     stats = Metrics(accelerator, json.loads(json.dumps(stats.state(), sort_keys=True)))
-    stats.add(batch_of([6]), b_loss=torch.tensor([6.0]), accuracy=torch.tensor([True]))
+    stats.add(Samples([6]), b_loss=torch.tensor([6.0]), accuracy=torch.tensor([True]))
     means = stats.reduce()
     assert math.isnan(means.pop("of_another_rank"))
     assert means == {"a_loss": 4, "b_loss": 3, "accuracy": 2 / 5, "samples": 6}
@@ -236,46 +206,43 @@ def test_a_rank_that_adds_nothing_stops_the_run(accelerator, monkeypatch):
     assert Metrics(accelerator).reduce() == {"samples": 0}
     saved = {"samples": 1, "sums": {"loss": [["1.0"], ["1.0"]]}}
     assert Metrics(accelerator, saved).state() == saved  # a stop before the first step after resuming
-    with pytest.raises(SystemExit):
-        filled(accelerator, [1.0]).reduce()
-    accelerator.layout = Layout(split_batch=False)
     stats = Metrics(accelerator)
-    stats.add(batch_of([1]), loss=1.0)
+    stats.add(Samples([1]), loss=1.0)
+    with pytest.raises(SystemExit, match="rank 1 added no metrics"):
+        stats.reduce()
+    accelerator.layout = Layout(split_batch=False)
     assert stats.reduce() == {"loss": 1, "samples": 1}
 
 
-def test_values_may_be_of_any_number_type_and_a_scalar_is_the_mean_of_the_batch(accelerator):
+def test_values_may_be_of_any_number_type(accelerator):
     stats = Metrics(accelerator)
     values = {
         "array": np.array([1.0, 2.0]),
         "list": [True, False],
         "number": 0.5,
         "bfloat16": torch.tensor([-1.5, -0.5], dtype=torch.bfloat16),
-        "value:odd": torch.tensor([-3, 5]),
+        "value:odd": torch.tensor([2**40 + 1, 2**40 + 3]),  # beyond float32
     }
-    stats.add(batch_of([0, 1]), **values)
+    stats.add(Samples([0, 1]), **values)
     restored = Metrics(accelerator, stats.state())
-    expected = {"array": 1.5, "list": 0.5, "number": 0.5, "bfloat16": -1.0, "value:odd": 1.0, "samples": 2}
+    expected = {"array": 1.5, "list": 0.5, "number": 0.5, "bfloat16": -1.0, "value:odd": 2**40 + 2, "samples": 2}
     assert stats.reduce() == restored.reduce() == expected
-    stats.add(batch_of([0, 1]), loss=torch.tensor(3.0))
-    stats.add(batch_of([2]), loss=torch.tensor(6.0))
-    assert stats.reduce() == {"loss": 4, "samples": 3}
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (3,)])
 def test_a_wrong_shape_is_named(accelerator, shape):
     stats = Metrics(accelerator)
     with pytest.raises(ValueError, match=r"metric error_px of shape .* for 2 samples"):
-        stats.add(batch_of([0, 1]), loss=torch.ones(2), error_px=torch.ones(shape))
+        stats.add(Samples([0, 1]), loss=torch.ones(2), error_px=torch.ones(shape))
     with pytest.raises(ValueError, match=r"weights of shape .* for 2 samples"):
-        stats.add(batch_of([0, 1]), loss=torch.ones(2), weights=torch.ones(shape))
+        stats.add(Samples([0, 1]), loss=torch.ones(2), weights=torch.ones(shape))
     assert stats.reduce() == {"samples": 0}  # nothing is left half counted
 
 
 @pytest.mark.parametrize("name", ["split", "epoch", "samples", "lr", "samples_per_s"])
 def test_a_taken_name_is_refused(accelerator, name):
     with pytest.raises(ValueError, match=f"a metric cannot be named {name}"):
-        Metrics(accelerator).add(batch_of([0]), **{name: torch.ones(1)})
+        Metrics(accelerator).add(Samples([0]), **{name: torch.ones(1)})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -283,9 +250,9 @@ def test_a_taken_name_is_refused(accelerator, name):
 @pytest.mark.parametrize("name", ["loss", "box_loss"])
 def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, name):
     stats = Metrics(accelerator)
-    stats.add(batch_of([1, 2]), step=4, **{name: torch.tensor([0.1, 0.2])})
-    stats.add(batch_of([11, 22, 33]), step=5, **{name: torch.tensor([1.0, bad, bad])})
-    stats.add(batch_of([44]), step=6, **{name: torch.tensor([bad])})
+    stats.add(Samples([1, 2]), step=4, **{name: torch.tensor([0.1, 0.2])})
+    stats.add(Samples([11, 22, 33]), step=5, **{name: torch.tensor([1.0, bad, bad])})
+    stats.add(Samples([44]), step=6, **{name: torch.tensor([bad])})
     with pytest.raises(SystemExit):
         getattr(stats, call)()
     error = capsys.readouterr().err
@@ -296,7 +263,7 @@ def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, n
 def test_a_bad_weight_of_a_loss_names_its_samples(accelerator, capsys):
     stats = Metrics(accelerator)
     weights = torch.tensor([1.0, float("inf"), 1.0])
-    stats.add(batch_of([4, 5, 6]), loss=torch.ones(3), weights=weights)
+    stats.add(Samples([4, 5, 6]), loss=torch.ones(3), weights=weights)
     with pytest.raises(SystemExit):
         stats.reduce()
     assert "for 1 sample with these indices in the data: 5;" in capsys.readouterr().err
@@ -304,7 +271,7 @@ def test_a_bad_weight_of_a_loss_names_its_samples(accelerator, capsys):
 
 def test_only_losses_must_be_finite(accelerator):
     stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1]), loss=torch.ones(2), gap=torch.tensor([1.0, float("inf")]))
+    stats.add(Samples([0, 1]), loss=torch.ones(2), gap=torch.tensor([1.0, float("inf")]))
     stats = Metrics(accelerator, json.loads(json.dumps(stats.state(), allow_nan=False)))
     assert stats.reduce() == {"loss": 1.0, "gap": float("inf"), "samples": 2}
     assert [metrics.is_loss(n) for n in ("loss", "a_loss", "lossless", "gloss")] == [True, True, False, False]
