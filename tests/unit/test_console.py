@@ -1,5 +1,6 @@
 """Who prints, how a process ends with one sentence, and that importing has no side effect."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from utils.console import is_local_main, plural, report_to_launcher, show, stop
+from utils.console import is_local_main, report_to_launcher, show, stop
 
 
 @pytest.fixture
@@ -93,10 +94,21 @@ def test_control_characters_do_not_reach_the_terminal(capsys):
     assert capsys.readouterr().out == "a\tb\nc \N{SNOWMAN} \\x1b[31m \\r \\x9b \\udcff\n"
 
 
-def test_plurals():
-    assert plural(1, "process") == "1 process"
-    assert plural(2, "process") == "2 processes"
-    assert plural(0, "thread") == "0 threads"
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colours_on_a_terminal_only(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for no_color, file, expected in (
+        ("", io.StringIO(), "error: so\n"),
+        ("", Terminal(), "\033[1;31merror:\033[0m so\n"),
+        ("1", Terminal(), "error: so\n"),
+    ):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        show("error: so", "red", file)
+        assert file.getvalue() == expected
 
 
 @pytest.mark.slow

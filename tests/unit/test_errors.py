@@ -85,15 +85,6 @@ def test_a_data_worker_that_is_killed_also_while_it_sends_a_batch_is_a_sentence(
     assert explain(raised.value) is None
 
 
-def test_another_error_keeps_its_traceback(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
-    explain_errors()
-    for error in (RuntimeError("shapes differ"), ValueError("the list is out of memory")):
-        sys.excepthook(type(error), error, None)
-    assert [kind for kind, *_ in seen] == [RuntimeError, ValueError]
-
-
 def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
     functions = {}
     exec(compile("def backward(loss): loss.backward()", launch.__file__, "exec"), functions)
