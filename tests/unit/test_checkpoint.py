@@ -248,7 +248,7 @@ def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
             assert torch.equal(stored.slice_rows(start, end), whole[start:end])
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3)])
 def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replicas, shards):
     """5 rows over 3 ranks, 1 row, which two ranks have nothing of, and what is not sharded. Of two replicas, the first
     one writes."""
@@ -272,6 +272,7 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replic
             files = {"model.safetensors": tensors}
             parts.append(tensor_parts(files))
             files, first_rows = files_to_write(files, assign_parts(parts)[rank], rank)
+            assert all(rows.get("mask", 0) == 0 for rows in first_rows.values())
             digests |= disk.write_files(tmp_path, files, first_rows)
         finally:
             torch.distributed.destroy_process_group()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import run_many
 import torch
-from fakes import OwnTracker
+from accelerate.tracking import GeneralTracker
 from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -592,6 +592,22 @@ def test_a_complete_run_is_left_as_it_is_and_the_program_goes_on(start, tmp_path
 
 
 # --- trackers ---------------------------------------------------------------------------------
+
+
+class OwnTracker(GeneralTracker):
+    """It keeps what it gets."""
+
+    name, requires_logging_directory, tracker = "own", False, None
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
 
 
 def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
