@@ -619,13 +619,17 @@ def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, part,
 # --- what does not fit ------------------------------------------------------------------------
 
 
-def refused(accelerator, folder, state, facts=None):
-    """Load; returns whether it was refused, in one sentence and with the folder as it was."""
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(SystemExit) as stopped:
-        checkpoints(accelerator, folder, state, facts).load()
-    assert stopped.value.code == 2
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+@pytest.fixture
+def refused(accelerator, tmp_path, stops):
+    """What is said where a run cannot be resumed, with its folder left as it was."""
+
+    def refused(state, facts=None) -> str:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        said = stops(checkpoints(accelerator, tmp_path, state, facts).load)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        return said
+
+    return refused
 
 
 def saved(accelerator, folder, state, facts=None):
@@ -634,18 +638,16 @@ def saved(accelerator, folder, state, facts=None):
     saver.save(2, {})
 
 
-def test_flags_and_data_must_be_the_same_flags_first(tmp_path, accelerator, capsys):
-    data = {"train": 9, "file": Path("x")}
+def test_flags_and_data_must_be_the_same_flags_first(tmp_path, accelerator, refused):
+    state, data = build(0, accelerator), {"train": 9, "file": Path("x")}
     saved(accelerator, tmp_path, build(0, accelerator), {"flags": {"lr": 0.1, "sizes": (1, 2)}, "data": data})
     same = {"flags": {"lr": 0.1, "sizes": [1, 2]}, "data": data}
-    assert checkpoints(accelerator, tmp_path, build(0, accelerator), same).load()[0] == 2
     facts = {"flags": {"lr": 0.2, "sizes": [1, 3], "new": None}, "data": {"train": 8, "file": Path("x")}}
-    refused(accelerator, tmp_path, build(0, accelerator), facts)
-    assert "different arguments: lr was 0.1 and is 0.2; sizes.1 was 2 and is 3\n" in capsys.readouterr().err
-    refused(accelerator, tmp_path, build(0, accelerator), {**facts, "flags": same["flags"]})
-    assert "different arguments: data.train was 9 and is 8\n" in capsys.readouterr().err
-    refused(accelerator, tmp_path, build(0, accelerator), {"flags": same["flags"]})
-    assert "different arguments: data was " in capsys.readouterr().err
+    assert "different arguments: lr was 0.1 and is 0.2; sizes.1 was 2 and is 3\n" in refused(state, facts)
+    facts["flags"] = same["flags"]
+    assert "different arguments: data.train was 9 and is 8\n" in refused(state, facts)
+    assert "different arguments: data was " in refused(state, {"flags": same["flags"]})
+    assert checkpoints(accelerator, tmp_path, state, same).load()[0] == 2
 
 
 def of_groups(groups):
@@ -692,18 +694,16 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("then", "now", "sentence"), CHANGED)
-def test_other_models_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsys, then, now, sentence):
+def test_other_models_optimizers_and_schedules_are_refused(tmp_path, accelerator, refused, then, now, sentence):
     """Though the script did not declare anything."""
     checkpoints(accelerator, tmp_path, then(accelerator)).save(1, {})
-    refused(accelerator, tmp_path, now(accelerator))
-    assert sentence in capsys.readouterr().err
+    assert sentence in refused(now(accelerator))
 
 
-def test_another_precision_is_refused(tmp_path, accelerator, capsys, monkeypatch):
+def test_another_precision_is_refused(tmp_path, accelerator, refused, monkeypatch):
     saved(accelerator, tmp_path, build(0, accelerator))
     monkeypatch.setattr(type(accelerator), "mixed_precision", "bf16")
-    refused(accelerator, tmp_path, build(0, accelerator))
-    assert "precision was 'no' and is 'bf16'" in capsys.readouterr().err
+    assert "precision was 'no' and is 'bf16'" in refused(build(0, accelerator))
 
 
 @pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
@@ -715,7 +715,7 @@ def test_how_a_step_is_computed_may_change(tmp_path, accelerator, then, now):
 
 
 def test_a_run_of_another_length_goes_on_with_a_warning_where_no_schedule_knows_its_length(
-    tmp_path, accelerator, capsys
+    tmp_path, accelerator, refused, capsys
 ):
     """A function of the step may depend on it."""
     saved(accelerator, tmp_path, build(0, accelerator, **PARTS["function"]), {"total_steps": 40})
@@ -724,17 +724,15 @@ def test_a_run_of_another_length_goes_on_with_a_warning_where_no_schedule_knows_
         assert checkpoints(accelerator, tmp_path, longer, {"total_steps": steps}).load()[0] == 2
         found = re.findall(r"the run had 40 steps and now has (\d+)", capsys.readouterr().out)
         assert found == ["60"] * (steps == 60)
-    refused(accelerator, tmp_path, build(1, accelerator, **PARTS["function"]), {"total_steps": 1})
-    assert "total_steps was 40 and is 1" in capsys.readouterr().err
+    assert "total_steps was 40 and is 1" in refused(build(1, accelerator, **PARTS["function"]), {"total_steps": 1})
 
 
-def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_path, accelerator, capsys):
+def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_path, accelerator, refused):
     model = nn.Sequential(nn.Linear(4, 2))
     saver = checkpoints(accelerator, tmp_path, {"model": model})
     model.append(nn.Linear(2, 2, bias=False))
     saver.save(1, {})
-    refused(accelerator, tmp_path, {"model": nn.Sequential(nn.Linear(4, 2))})
-    assert "model.1.weight was 'float32 (2, 2)' and is None" in capsys.readouterr().err
+    assert "model.1.weight was 'float32 (2, 2)' and is None" in refused({"model": nn.Sequential(nn.Linear(4, 2))})
 
 
 def rewrite(path, change):
@@ -827,7 +825,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, acce
     assert names(tmp_path) == ["damaged_step_00000002", "step_00000001"]
 
 
-def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys, monkeypatch):
+def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, refused, monkeypatch):
     state = build(0, accelerator)
     saver = checkpoints(accelerator, tmp_path, state)
     for step in (1, 2):
@@ -838,15 +836,13 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys,
 
     with monkeypatch.context() as patch:
         patch.setattr(disk.np, "memmap", refuse)
-        refused(accelerator, tmp_path, state)
-    said = capsys.readouterr().err
-    assert "model.safetensors: Stale file handle" in said
+        assert "model.safetensors: Stale file handle" in refused(state)
     assert saver.load()[0] == 2
 
 
 @pytest.mark.parametrize(("number", "version"), [(disk.FORMAT - 1, "an earlier"), (disk.FORMAT + 1, "a later")])
 def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
-    tmp_path, accelerator, capsys, monkeypatch, number, version
+    tmp_path, accelerator, refused, monkeypatch, number, version
 ):
     """Not skipped as damaged, even if one that could be read is before or after it."""
     state = build(0, accelerator)
@@ -855,15 +851,10 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
     with monkeypatch.context() as patch:
         patch.setattr(disk, "FORMAT", number)
         saver.save(2, {})
-        saver.wait()
     saver.save(3, {})
-    saver.wait()
-    folder = tmp_path / "checkpoints"
-    run_folders.truncate(folder / "step_00000003" / "model.safetensors")
-    before = names(tmp_path)
-    refused(accelerator, tmp_path, state)
-    assert f"it was written by {version} version of the code (format {number}, " in capsys.readouterr().err
-    assert names(tmp_path) == before == ["step_00000002", "step_00000003"]
+    run_folders.truncate(tmp_path / "checkpoints" / "step_00000003" / "model.safetensors")
+    assert f"it was written by {version} version of the code (format {number}, " in refused(state)
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
 def test_a_schedule_without_an_entry_does_not_keep_its_first_value(tmp_path, accelerator):

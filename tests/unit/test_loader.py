@@ -269,10 +269,8 @@ def test_an_order_with_virtual_processes_and_a_smaller_last_step():
         lambda epoch: OWN_GENERATOR.permutation(23),
     ],
 )
-def test_a_bad_order_is_refused(order, capsys):
-    with pytest.raises(SystemExit):
-        list(make(Squares(), order=order).epoch(2))
-    assert capsys.readouterr().err.startswith("error: order(")
+def test_a_bad_order_is_refused(order, stops):
+    assert stops(lambda: list(make(Squares(), order=order).epoch(2))).startswith("error: order(")
 
 
 def test_the_order_is_part_of_what_is_compared():
@@ -465,13 +463,12 @@ class Holes(Squares):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_fn_that_leaves_out_items_ends_the_run(capsys, workers):
+def test_a_collate_fn_that_leaves_out_items_ends_the_run(stops, workers):
     def collate(items):
         return default_collate([{"number": number} for _, number in filter(None, items)])
 
-    with pytest.raises(SystemExit):
-        list(make(Holes(), 10, num_workers=workers, collate_fn=collate))
-    assert capsys.readouterr().err.startswith("error: collate_fn leaves out 3 of 10 items")
+    each = make(Holes(), 10, num_workers=workers, collate_fn=collate)
+    assert stops(list, each).startswith("error: collate_fn leaves out 3 of 10 items")
 
 
 def replaced(items):
@@ -680,16 +677,11 @@ def test_workers_live_on_after_an_epoch_that_was_left_early(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_item_that_cannot_be_read_is_an_error_of_one_line(capsys, workers):
-    with pytest.raises(SystemExit) as stopped:
-        list(make(Unreadable(), num_workers=workers).epoch(0))
-    assert stopped.value.code == 2
-    assert "photo 13 is no photo: remove it" in capsys.readouterr().err
+def test_an_item_that_cannot_be_read_is_an_error_of_one_line(stops, workers):
     data = Unreadable()
+    assert "photo 13 is no photo: remove it" in stops(list, make(data, num_workers=workers))
     data.bad = 0
-    with pytest.raises(SystemExit):
-        make(data).describe()
-    assert "photo 0 is no photo: remove it" in capsys.readouterr().err
+    assert "photo 0 is no photo: remove it" in stops(make(data).describe)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
