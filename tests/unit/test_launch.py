@@ -273,7 +273,7 @@ def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch,
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "unfused", "partly fused"])
+@pytest.mark.parametrize("kind", ["all", "unfused", "partly fused"])
 def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, kind):
     accelerator = TrainingAccelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
@@ -281,8 +281,7 @@ def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, k
         {"params": [model.weight], "fused": kind != "unfused"},
         {"params": [model.bias], "fused": "fused" not in kind},
     ]
-    optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9) if kind == "SGD" else torch.optim.AdamW(groups, 0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, 0.1))
 
     def step(number, factor):
         accelerator.steps_done = number - 1
