@@ -9,7 +9,8 @@ the order of one binary tree, whichever process computed them. For V = 8:
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
 sum each, 3 processes two. In the last micro-batch, each process receives one slice of all sums (all-to-all),
 completes the tree on its slice and sends the result to all (all-gather), both during the backward pass. If P divides V
-and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
+and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums. A
+small model's sums go to all processes at once (all-gather), and each completes the whole tree.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
 much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded. Under HSDP, each replica does so with
@@ -40,6 +41,7 @@ from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 BUCKET = 2**22  # gradients that are exchanged at a time
+SMALL = 2**20  # numbers up to which it takes less time to receive all sums than to wait for a second collective
 LAG = 2  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
@@ -140,34 +142,46 @@ class TreeSum:
         """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
         if self.world_size == 1:
             return tree_total(nodes, torch.Tensor.add_)
-        _, (work, total) = self.stages(nodes)
-        work.wait()
+        *_, total = self.stages(nodes)
         return total
 
-    def stages(self, nodes: list[Node]) -> Iterator[tuple[dist.Work, torch.Tensor] | None]:
-        """Begin to send the nodes, and yield; then begin to send the sums, and yield that work and the total to be."""
+    def stages(self, nodes: list[Node]) -> Iterator[torch.Tensor | None]:
+        """Yield None after beginning to send the nodes, and after beginning to send sums; then yield the total."""
         values, length = [node.value for node in nodes], len(nodes[0].value)
+        counts = [*map(len, self.nodes_of_ranks)]
+        if min(counts) == max(counts) and sum(counts) * length <= SMALL:
+            received = values[0].new_empty(sum(counts) * length)
+            work = all_gather_single(received, torch.cat(values), group=self.group, async_op=True)
+            yield
+            work.wait()
+            yield self._complete(received.split(length))
+            return
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
         if length != self.world_size * size:
             values = [nn.functional.pad(value, (0, self.world_size * size - length)) for value in values]
         sent = values[0]
         if len(values) > 1:  # the slices in the order of the ranks that receive them
             sent = torch.stack([value.view(self.world_size, size) for value in values], dim=1).flatten()
-        counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
         splits = [count * size for count in counts], [len(values) * size] * self.world_size  # received, sent
         work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
         del nodes, values, sent  # free their memory
         yield
         work.wait()
-        sums, parts = [], iter(received.split(size))
+        total = received.new_empty(self.world_size * size)
+        work = all_gather_single(total, self._complete(received.split(size)), group=self.group, async_op=True)
+        del received
+        yield
+        work.wait()
+        yield total[:length]
+
+    def _complete(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The root of the tree, from the values of all processes' nodes, by rank; it overwrites them."""
+        sums, parts = [], iter(parts)
         leaves = [node._replace(value=next(parts)) for nodes in self.nodes_of_ranks for node in nodes]
         for node in sorted(leaves):  # no two have the same start
             tree_push(sums, node, torch.Tensor.add_)
-        total = received.new_empty(self.world_size * size)
-        work = all_gather_single(total, tree_total(sums, torch.Tensor.add_), group=self.group, async_op=True)
-        del received, parts, leaves, sums, node
-        yield work, total[:length]
+        return tree_total(sums, torch.Tensor.add_)
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -266,10 +280,9 @@ class GradientSum:
             used = {parameter for node in nodes for parameter in node.value}
             stages = self.tree.stages([n._replace(value=flat(n.value, bucket, self.tree.world_size)) for n in nodes])
             del nodes, gradients  # free their memory
-            for travelling in stages:
-                yield travelling
-            work, values = travelling
-            work.wait()
+            for values in stages:
+                if values is None:  # until something has arrived
+                    yield
             parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
             # Without those that no process has used: AdamW must skip them.
             total = {parameter: part for (parameter, part), count in parts if parameter in used or count}
