@@ -226,21 +226,26 @@ def test_columns_are_added_in_the_same_order_for_any_strides():
     assert torch.equal(vp.sum_rows_pairwise(other_strides), vp.sum_rows_pairwise(terms))
 
 
-def test_a_step_rounds_alike_wherever_a_tensor_is_cut():
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_step_rounds_alike_wherever_a_tensor_is_cut(kind, monkeypatch):
     """Not so a fused step on a CPU, in which the last entries of a tensor differ by rounding."""
     generator = torch.Generator().manual_seed(0)
     weights, gradients = torch.randn(35, generator=generator), torch.randn(20, 35, generator=generator)
 
     def train(cuts):
         parts = [nn.Parameter(part.clone()) for part in weights.tensor_split(cuts)]
-        optimizer = torch.optim.AdamW(parts, 1e-2, fused=True)
+        momentum = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(parts, 1e-2, weight_decay=0.1, fused=True, **momentum)
+        monkeypatch.setattr(vp, "is_sharded", lambda _: cuts)
         vp.unfuse(optimizer)
+        assert all(bool(group["foreach"]) == bool(cuts) for group in optimizer.param_groups)
         for gradient in gradients:
             for part, part_gradient in zip(parts, gradient.tensor_split(cuts), strict=True):
                 part.grad = part_gradient
             optimizer.step()
-        state = [optimizer.state[part] for part in parts]
-        return [torch.cat([each[name] for each in state]) for name in ("exp_avg", "exp_avg_sq")] + [torch.cat(parts)]
+        moments = [[value for value in optimizer.state[part].values() if value.shape == part.shape] for part in parts]
+        assert all(moments)
+        return [torch.cat(whole) for whole in (parts, *zip(*moments, strict=True))]
 
     assert all(torch.equal(*pair) for pair in zip(train([]), train([11, 13, 30]), strict=True))
 
