@@ -1,6 +1,6 @@
-"""Parameters that get a gradient in some micro-batches only or never, a complex one, and a model that is idle in some.
+"""Parameters with a gradient in some micro-batches or steps only or never, a complex one, and an idle model.
 
-Which micro-batch it is decides, so that runs with --virtual_processes must have the same bits on any number of
+Which micro-batch or step it is decides, so that runs with --virtual_processes must have the same bits on any number of
 processes.
 """
 
@@ -45,12 +45,16 @@ class Net(nn.Module):
         self.embed = nn.Embedding(WORDS, 8)
         self.head = nn.Linear(8, 2)
         self.rare = nn.Linear(8, 2)
+        self.of_odd_steps = nn.Parameter(torch.ones(8))
+        self.frozen = nn.Embedding(WORDS, 1000).requires_grad_(False)  # large enough for FSDP to shard it on its own
         self.unmoved = nn.ParameterList([torch.ones(2) for _ in range(3)])
         self.unused = nn.Linear(32, 32)
         self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64)) if is_complex else None
 
-    def forward(self, words, is_odd):
-        x = self.embed(words).tanh().sum(1)
+    def forward(self, words, is_odd, step):
+        x = (self.embed(words) + self.frozen(words)[..., :8]).tanh().sum(1)
+        if step % 2:
+            x = x * self.of_odd_steps
         if self.phase is not None:
             x = (x * self.phase).real
         # With a gradient of -0.0: one in even and one in odd micro-batches, and one in all.
@@ -87,7 +91,7 @@ def main():
         for batch in run.batches(loader, epoch):
             words, labels = batch.data
             with accelerator.accumulate(*(state[name] for name in models)):
-                logits, zero = state["model"](words, batch.slot % 2 == 1)
+                logits, zero = state["model"](words, batch.slot % 2 == 1, run.step)
                 if "idle" in state and batch.slot != args.idle:
                     logits = logits + state["idle"](words / WORDS)
                 losses = nn.functional.cross_entropy(logits, labels, reduction="none") + zero

@@ -9,7 +9,8 @@ the order of one binary tree, whichever process computed them. For V = 8:
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
 sum each, 3 processes two. In the last micro-batch, each process receives one slice of all sums (all-to-all),
 completes the tree on its slice and sends the result to all (all-gather), both during the backward pass. If P divides V
-and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
+and both are powers of two, this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums. A
+small model's sums go to all processes at once (all-gather), and each completes the whole tree.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
 much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded. Under HSDP, each replica does so with
@@ -39,7 +40,8 @@ from ..metrics import sum_rows_pairwise
 from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
-BUCKET = 2**22  # gradients that are exchanged at a time
+BUCKET = 2**21  # gradients that are exchanged at a time
+SMALL = 2**20  # numbers up to which it takes less time to receive all sums than to wait for a second collective
 LAG = 2  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
@@ -140,34 +142,46 @@ class TreeSum:
         """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
         if self.world_size == 1:
             return tree_total(nodes, torch.Tensor.add_)
-        _, (work, total) = self.stages(nodes)
-        work.wait()
+        *_, total = self.stages(nodes)
         return total
 
-    def stages(self, nodes: list[Node]) -> Iterator[tuple[dist.Work, torch.Tensor] | None]:
-        """Begin to send the nodes, and yield; then begin to send the sums, and yield that work and the total to be."""
+    def stages(self, nodes: list[Node]) -> Iterator[torch.Tensor | None]:
+        """Yield None after beginning to send the nodes, and after beginning to send sums; then yield the total."""
         values, length = [node.value for node in nodes], len(nodes[0].value)
+        counts = [*map(len, self.nodes_of_ranks)]
+        if min(counts) == max(counts) and sum(counts) * length <= SMALL:
+            received = values[0].new_empty(sum(counts) * length)
+            work = all_gather_single(received, torch.cat(values), group=self.group, async_op=True)
+            yield
+            work.wait()
+            yield self._complete(received.split(length))
+            return
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
         if length != self.world_size * size:
             values = [nn.functional.pad(value, (0, self.world_size * size - length)) for value in values]
         sent = values[0]
         if len(values) > 1:  # the slices in the order of the ranks that receive them
             sent = torch.stack([value.view(self.world_size, size) for value in values], dim=1).flatten()
-        counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
         splits = [count * size for count in counts], [len(values) * size] * self.world_size  # received, sent
         work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
         del nodes, values, sent  # free their memory
         yield
         work.wait()
-        sums, parts = [], iter(received.split(size))
+        total = received.new_empty(self.world_size * size)
+        work = all_gather_single(total, self._complete(received.split(size)), group=self.group, async_op=True)
+        del received
+        yield
+        work.wait()
+        yield total[:length]
+
+    def _complete(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The root of the tree, from the values of all processes' nodes, by rank; it overwrites them."""
+        sums, parts = [], iter(parts)
         leaves = [node._replace(value=next(parts)) for nodes in self.nodes_of_ranks for node in nodes]
         for node in sorted(leaves):  # no two have the same start
             tree_push(sums, node, torch.Tensor.add_)
-        total = received.new_empty(self.world_size * size)
-        work = all_gather_single(total, tree_total(sums, torch.Tensor.add_), group=self.group, async_op=True)
-        del received, parts, leaves, sums, node
-        yield work, total[:length]
+        return tree_total(sums, torch.Tensor.add_)
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -266,10 +280,9 @@ class GradientSum:
             used = {parameter for node in nodes for parameter in node.value}
             stages = self.tree.stages([n._replace(value=flat(n.value, bucket, self.tree.world_size)) for n in nodes])
             del nodes, gradients  # free their memory
-            for travelling in stages:
-                yield travelling
-            work, values = travelling
-            work.wait()
+            for values in stages:
+                if values is None:  # until something has arrived
+                    yield
             parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
             # Without those that no process has used: AdamW must skip them.
             total = {parameter: part for (parameter, part), count in parts if parameter in used or count}
@@ -310,10 +323,14 @@ class ShardSum:
 
     Each process receives one slice of the gradients of its replica's processes: the next leaves. Sums stay sharded
     between micro-batches: up to log2(V) + 1 slices.
+
+    Args:
+        on_last: is called in the last micro-batch of a step, before the slices travel.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.called_at, shards = accelerator, None, accelerator.layout.shards
+    def __init__(self, accelerator: Accelerator, on_last: Callable = lambda: None):
+        self.accelerator, self.on_last, self.called_at = accelerator, on_last, None
+        shards = accelerator.layout.shards
         firsts = [*map(accelerator.layout.slots, range(0, accelerator.num_processes, shards))]
         self.leaves = firsts[accelerator.process_index // shards]  # the first one of each micro-batch
         all_leaves = [[leaf for first in replica for leaf in range(first, first + shards)] for replica in firsts]
@@ -338,6 +355,8 @@ class ShardSum:
         for skipped in self.leaves[self.micro_batches : micro_batch]:
             for leaf in range(skipped, skipped + accelerator.layout.shards):
                 tree_push(self.nodes, Node(leaf, 1, torch.zeros_like(output_tensor)), torch.Tensor.add_)
+        if accelerator.sync_gradients:
+            self.on_last()
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         first, self.micro_batches = self.leaves[micro_batch], micro_batch + 1
@@ -355,10 +374,10 @@ class ShardedGradientSum:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.accelerator, self.collected_at = accelerator, None
-        self.sums, self.parameters, self.used = [], [], set()
+        self.sums, self.parameters, self.used, self.counting = [], [], set(), None
         model.set_reduce_scatter_unused_params(True)  # as zeros: each process sends as much
         for module in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-            self.sums.append(ShardSum(self.accelerator))
+            self.sums.append(ShardSum(accelerator, self._begin_count))
             module.set_custom_reduce_scatter(self.sums[-1])
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -373,6 +392,11 @@ class ShardedGradientSum:
             p.unsharded_param.register_post_accumulate_grad_hook(lambda _, p=p: self.used.add(p))
             self.unhooked.remove(p)
 
+    def _begin_count(self) -> None:
+        """If all units have their gradients: begin to count the processes that have not used a parameter."""
+        if all(each.called_at == self.accelerator.step for each in self.sums):
+            self.counting = self._count_unused()
+
     def collect(self) -> None:
         """Call it after each backward pass."""
         versions = self._versions()
@@ -383,22 +407,27 @@ class ShardedGradientSum:
         elif self.collected_at != self.accelerator.step and self.accelerator.step in [s.called_at for s in self.sums]:
             self.collected_at = self.accelerator.step
             self._forget_unused()
-            self.used.clear()
 
+    @torch.no_grad()  # with gradients, to_local takes 20 us
     def _versions(self) -> dict:
-        with_gradient = [p for p in self.parameters if p.sharded_param.grad is not None]
-        return {p: local_rows(p.sharded_param.grad)[0]._version for p in with_gradient}
+        gradients = {p: p.sharded_param.grad for p in self.parameters if p.sharded_param.grad is not None}
+        return {p: gradient.to_local()._version for p, gradient in gradients.items()}
 
-    def _forget_unused(self) -> None:
-        """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
+    def _count_unused(self) -> tuple[dist.Work, torch.Tensor, list[int]]:
         unused = [number for number, parameter in enumerate(self.parameters) if parameter not in self.used]
         counts = torch.zeros(len(self.parameters), device=self.accelerator.device)
         for number in unused:
             counts[number] = 1
-        counts = self.accelerator.reduce(counts, "sum")
+        return dist.all_reduce(counts, async_op=True), counts, unused
+
+    def _forget_unused(self) -> None:
+        """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
+        work, counts, unused = self.counting or self._count_unused()  # a frozen unit is not called
+        work.wait()
         for number in unused:  # no waiting for the GPU if there are none
             if counts[number] == self.accelerator.num_processes:
                 self.parameters[number].sharded_param.grad = None
+        self.used, self.counting = set(), None
 
 
 def add_gradients(left: dict, right: dict) -> dict:
@@ -455,7 +484,8 @@ def unfuse(optimizer: Optimizer) -> None:
     """Use torch's default step: on CPUs, a fused one rounds the last entries of each tensor or shard differently."""
     for group in optimizer.param_groups:
         if group.get("fused"):
-            group["fused"] = None
+            # Over lists, the same bits take two thirds of the time for shards, but more for large whole tensors.
+            group.update(fused=None, foreach=any(map(is_sharded, group["params"])) or None)
 
 
 def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torch.Tensor:
