@@ -63,16 +63,18 @@ def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path)
     assert contents(tmp_path / "run") == whole[1]
 
 
-def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
-    train("run", "--checkpoint_every", 1, "--keep_checkpoints", 3)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000006", "step_00000007", "step_00000008"]
-
-
-def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, tmp_path):
-    train("run", "--keep_checkpoints", 0)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000004", "step_00000008"]
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--keep_checkpoints", 0], [4, 8]),  # without --checkpoint_every, one at the end of each epoch
+        (["--checkpoint_every", 1, "--keep_checkpoints", 3], [6, 7, 8]),
+    ],
+)
+def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path, flags, steps):
+    train("run", *flags)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        f"step_{n:08d}" for n in steps
+    ]
 
 
 @pytest.mark.parametrize(
