@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import run_many
@@ -56,7 +55,7 @@ class Net(nn.Sequential):
 
 
 def losses_of(model, images, labels):
-    return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=0.1)
+    return F.cross_entropy(model(images), labels, reduction="none")
 
 
 seen = []
@@ -67,44 +66,34 @@ def _nothing_seen():
     seen.clear()
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("samples", [1, 3, 4, 10, 11])
-def test_numbers_and_gradients_equal_one_device(gpus, model, samples):
+def test_numbers_and_gradients_equal_one_device(gpus, model, samples, inside, monkeypatch):
+    """Also with the loss inside of the model, of which the first device then gathers no logits."""
+    gathered, module = [], importlib.import_module("torch.nn.parallel.data_parallel")
+    gather = module.gather
+    monkeypatch.setattr(
+        module, "gather", lambda outputs, *to, **more: gathered.extend(outputs) or gather(outputs, *to, **more)
+    )
     images, labels = batch(samples)
     reference = copy.deepcopy(model)
     losses = losses_of(reference, images, labels)
-    losses.sum().backward()
+    losses.mean().backward()
     seen.clear()
-    found = losses_of(gpus(model), images, labels)
-    assert len({id(replica) for _, replica in seen}) == min(samples, GPUS)
+    if inside:
+        found, correct = gpus(WithLoss(model))(images, labels)
+        assert correct.tolist() == (reference(images).argmax(1) == labels).tolist()
+        parts = images.chunk(GPUS)
+        assert [each.shape for replica in gathered for each in replica] == [
+            (len(part),) for part in parts for _ in "ab"
+        ]
+    else:
+        found = losses_of(gpus(model), images, labels)
+        assert len({id(replica) for _, replica in seen}) == min(samples, GPUS)
     torch.testing.assert_close(found, losses)
-    found.sum().backward()
+    found.mean().backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-
-
-@pytest.mark.parametrize("samples", [3, 10, 11])
-def test_with_the_loss_inside_the_first_device_gathers_no_logits(gpus, model, samples, monkeypatch):
-    """And the loss of each sample, and the gradients of the mean, are those of one device."""
-    gathered, module = [], importlib.import_module("torch.nn.parallel.data_parallel")
-    gather = module.gather
-
-    def recorded(outputs, *args, **kwargs):
-        gathered.extend(outputs)
-        return gather(outputs, *args, **kwargs)
-
-    monkeypatch.setattr(module, "gather", recorded)
-    images, labels = batch(samples)
-    reference = copy.deepcopy(model)
-    losses = F.cross_entropy(reference(images), labels, reduction="none")
-    losses.mean().backward()
-    found, correct = gpus(WithLoss(model))(images, labels)
-    parts = images.chunk(GPUS)
-    torch.testing.assert_close(found, losses)
-    assert correct.tolist() == (reference(images).argmax(1) == labels).tolist()
-    found.mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    assert [value.shape for replica in gathered for value in replica] == [(len(part),) for part in parts for _ in "ab"]
 
 
 def test_autocast_reaches_every_replica(gpus, model):
@@ -173,45 +162,19 @@ def test_a_compiled_model_is_refused_because_its_replicas_would_call_the_origina
         assert "torch.compile does not work with DataParallel" in capsys.readouterr().err
 
 
-# The training scripts.
-
-
-@pytest.fixture
-def train(small_mnist, tmp_path, monkeypatch, home):
-    """Returns a function that runs the main of a script, on virtual GPUs if asked to.
-
-    It returns the folder of the run, and what the virtual GPUs saw.
-    """
-
-    def train(script, name, *flags, gpus=1):
-        words = ["--dataset", small_mnist, "--log_every", 1, "--output_dir", tmp_path / name]
-        seen = SimpleNamespace(parts=[])
-        with monkeypatch.context() as patch:
-            if gpus > 1:
-                seen = virtual_gpus.install(patch.setattr, gpus)
-            assert run_many.run(script, [*words, *flags]) is None
-        return tmp_path / name, seen
-
-    return train
-
-
-def assert_all_worked(seen, gpus, samples):
-    assert {len(parts) for parts in seen.parts} >= {gpus}
-    assert sum(map(sum, seen.parts)) == samples
-
-
-MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dropout", 0.1, "--dtype", "float64"]
-
-
-def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
-    one, _ = train("mlp", "one", *MLP)
+def test_an_mlp_on_gpus_is_that_on_one_device(small_mnist, tmp_path, monkeypatch, home, capsys):
+    flags = ["--dataset", small_mnist, "--log_every", 1, "--num_epochs", 1, "--batch_size", 250]
+    flags += ["--hidden", 16, "--dropout", 0.1, "--dtype", "float64", "--output_dir"]
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert run_many.run("mlp", [*flags, one]) is None
     capsys.readouterr()
-    four, seen = train("mlp", "four", *MLP, gpus=GPUS)
+    parts = virtual_gpus.install(monkeypatch.setattr, GPUS).parts
+    assert run_many.run("mlp", [*flags, four]) is None
     assert f"(DataParallel over {GPUS} GPUs)" in capsys.readouterr().out
     assert largest_difference(one, four) <= 1e-12
-    assert [63, 63, 63, 61] in seen.parts
-    assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
-    assert_all_worked(seen, GPUS, 1003 + 203)
+    assert [63, 63, 63, 61] in parts
+    assert [1, 1, 1] in parts  # the last step of the epoch has 3 of 1003 images
+    assert sum(map(sum, parts)) == 1003 + 203
     (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
 

@@ -1,12 +1,10 @@
-"""A run that was stopped, anywhere and anyhow, ends like the run that was not."""
+"""A run that was stopped, anywhere and anyhow, ends like the run that was not. The kills are in test_kills.py."""
 
 import errno
 import json
 import os
-import random
 import shutil
 import signal
-import sys
 import time
 
 import pytest
@@ -14,7 +12,6 @@ import run_folders
 import run_reader
 import torch
 from conftest import ROOT
-from run_reader import is_writing
 
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
@@ -66,16 +63,18 @@ def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path)
     assert contents(tmp_path / "run") == whole[1]
 
 
-def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
-    train("run", "--checkpoint_every", 1, "--keep_checkpoints", 3)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000006", "step_00000007", "step_00000008"]
-
-
-def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, tmp_path):
-    train("run", "--keep_checkpoints", 0)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000004", "step_00000008"]
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--keep_checkpoints", 0], [4, 8]),  # without --checkpoint_every, one at the end of each epoch
+        (["--checkpoint_every", 1, "--keep_checkpoints", 3], [6, 7, 8]),
+    ],
+)
+def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path, flags, steps):
+    train("run", *flags)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        f"step_{n:08d}" for n in steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -243,88 +242,6 @@ def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monk
     assert [path.name for path in found] == ["step_00000003"]
 
 
-def fork_run(train, log, *flags):
-    """`train` in a child process of its own, which can be killed; its output goes to `log`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-            os.dup2(1, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            os._exit(train("run", *flags) or 0)
-        finally:
-            os._exit(99)
-    return child
-
-
-def times_started(log) -> int:
-    """Of the runs in a log, how many have looked for checkpoints and are training."""
-    return log.read_text().count("\noutput  ") if log.exists() else 0
-
-
-def kill_until_done(train, tmp_path, kills, flags):
-    """Kill the run `kills` times at random moments, then let it end.
-
-    Every second kill comes while a checkpoint is being written, the others up to half a second
-    after the start of training.
-
-    Returns:
-        kills, how many of them left an unfinished checkpoint behind, and how many starts continued
-        from a checkpoint.
-    """
-    rng, run = random.Random(0), tmp_path / "run"
-    log, done, unfinished, resumed = tmp_path / "log", 0, 0, 0
-    while True:
-        resumed += (run / "checkpoints").exists() and any((run / "checkpoints").glob("step_*"))
-        starts = times_started(log)
-        child = fork_run(train, log, "--resume", *flags)
-        wait, in_write = rng.uniform(0, 0.5), done % 2 == 0
-        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-            # Before, what the last kill left looks like a checkpoint that is being written.
-            if times_started(log) == starts:
-                began = time.monotonic()
-                continue
-            waited = time.monotonic() - began
-            if done < kills and ((in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20):
-                os.kill(child, signal.SIGKILL)
-                ended = os.waitpid(child, 0)
-                break
-        if os.WIFSIGNALED(ended[1]):
-            done += 1
-            unfinished += is_writing(run)
-            continue
-        assert os.WEXITSTATUS(ended[1]) == 0, log.read_text()[-2000:]
-        if done >= kills:
-            return done, unfinished, resumed
-        # It ended before it could be killed: take its end away, and a few checkpoints with it.
-        for name in ("summary.json", "model.safetensors"):
-            (run / name).unlink()
-        steps = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-        for path in steps[len(steps) // 2 :]:
-            shutil.rmtree(path)
-
-
-def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path, monkeypatch):
-    write = disk.write_tensors
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_tensors", lambda *args: (time.sleep(0.5), write(*args))[1])
-        child = fork_run(train, tmp_path / "log", "--checkpoint_every", 2)
-    while not is_writing(tmp_path / "run"):
-        time.sleep(0.01)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)
-    os.kill(child, signal.SIGINT)
-    while "press Ctrl-C again" not in (tmp_path / "log").read_text():
-        time.sleep(0.01)  # two signals at a time would be one
-    os.kill(child, signal.SIGINT)
-    began = time.monotonic()
-    _, status = os.waitpid(child, 0)
-    assert os.WEXITSTATUS(status) == 130
-    assert time.monotonic() - began < 1  # the rest of the checkpoint would take longer
-    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert train("run", "--resume", "--checkpoint_every", 2) is None
-    assert contents(tmp_path / "run") == whole[1]
-
-
 @pytest.mark.slow
 def test_no_process_waits_for_a_main_process_that_cannot_write_the_log(launcher, small_mnist):
     (launcher.folder / "run" / "metrics.jsonl").mkdir(parents=True)
@@ -333,15 +250,3 @@ def test_no_process_waits_for_a_main_process_that_cannot_write_the_log(launcher,
     assert done.returncode != 0
     assert "error: run/metrics.jsonl: Is a directory" in done.stderr
     assert "lost another process" not in done.stderr
-
-
-@pytest.mark.slow
-def test_twenty_kills_change_nothing(train, tmp_path):
-    flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 10]
-    train("whole", *flags)
-    kills, unfinished, resumed = kill_until_done(train, tmp_path, 20, flags)
-    print(f"{kills} kills, {unfinished} of them in the middle of a checkpoint, {resumed} resumes")
-    assert unfinished >= 4
-    assert resumed >= 16
-    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "run" / "checkpoints").glob(".part_*"))

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from fakes import fake_accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,31 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from utils import agree
 from utils.parallel import same_state
 from utils.parallel.data_parallel import fix_buckets
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("weights", ["fc2.weight differs between rank 2", "unlike DDP, FSDP copies no weights"]),
-        (
-            "gradients",
-            [
-                "the processes have different weights: model.fc1.weight differs between rank 0 and rank 2",
-                "nothing else may change a weight on one process",
-            ],
-        ),
-    ],
-)
-def test_replicas_that_differ_stop_the_run(launcher, small_mnist, mistake, said):
-    """Before they are sharded, or after the first step."""
-    flags = ["--dataset", small_mnist, "--num_epochs", 1, "--output_dir", "run", "--mistake", mistake]
-    program = ROOT / "tests" / "programs" / "replicas"
-    done = launcher("cpu_hsdp", *flags, script=program, check=False)
-    assert done.returncode != 0
-    assert all(sentence in done.stderr for sentence in said)
-    assert "train epoch" not in done.stdout
-    assert not list(launcher.folder.glob("run/checkpoints/step_*"))
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, cap
     assert capsys.readouterr().out == ""  # the main process prints it
 
 
-def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
+def test_ctrl_c_says_what_comes_of_it_and_a_second_one_ends_the_process(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
@@ -239,26 +239,13 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     os.kill(os.getpid(), signal.SIGINT)
     assert not stop_signal.agreed()
     stop_signal.pid = os.getpid()
-    said = []
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop_signal.agreed()
-        said.append(capfd.readouterr().err)
-    assert "press Ctrl-C again" in said[0]
-    assert said[1].endswith("COMMAND --resume\n")
-    assert ends == [130]
-
-
-def test_the_end_of_the_launcher_between_two_ctrl_c_changes_nothing(monkeypatch):
-    """The launcher of one process ends at the first one, and the kernel then sends SIGTERM."""
-    ends = []
-    monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
-    signals.StopSignal(fake_accelerator())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop_signal.agreed()
+    assert "press Ctrl-C again" in capfd.readouterr().err
+    os.kill(os.getpid(), signal.SIGTERM)  # the launcher of one process ends at the first Ctrl-C: the kernel sends it
     assert ends == []
     os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.endswith("COMMAND --resume\n")
     assert ends == [130]
 
 

@@ -4,14 +4,12 @@
     python -m pytest tests/distributed/test_topologies.py -m "slow and not gpu" -n 0    # the same on its CPU
 
 The tests are the same on CPUs and GPUs. All runs of a config are in one launch, which the first
-test of it starts. This file is also the script of the runs with a smaller ResNet-50.
+test of it starts.
 """
 
 import itertools
-import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +18,9 @@ import run_many
 import run_reader
 import torch
 import torchvision
-from conftest import CONFIGS, ROOT, is_older_than
+from conftest import CONFIGS, is_older_than
 from run_reader import lines
 from same_numbers import TOLERANCE, differences, largest_difference
-from small_resnets import use_4_blocks, use_narrow
 
 from utils.console import plural, printable
 
@@ -119,34 +116,13 @@ SEVERAL = (*ON_CPUS, "dp", "ddp", "fsdp", "hsdp")
 PLAIN = {"precisions": ("no",)}
 
 
-def main():
-    """A script with a smaller ResNet-50, or transformer.py, in which all ranks but the first draw an EOS at once.
-
-    The words: `resnet50 float64 FLAGS`, with any script and the default type of tensors.
-    """
-    script, dtype = sys.argv[1:3]
-    del sys.argv[1:3]
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if script == "resnet50":
-                use_4_blocks(patch.setattr)
-            elif script == "model_split":
-                use_narrow(patch.setattr)
-            elif os.environ.get("RANK", "0") != "0":
-                patch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
-            run_many.load(script, ROOT / "scripts" / f"{script}.py").main()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> dict[str, list]:
     """The runs of a launch: by name, what run_many.py takes, in which the run is in folder NAME."""
     gpus = torch.cuda.device_count()
     plain, runs = topology.precision == "no", {}
     is_reference = topology == topology.reference()
     mlp = ["--dataset", mnist, *FLAGS]
-    script, small = ["--script", "mlp"], ["--script", Path(__file__)]
+    script, small = ["--script", "mlp"], ["--script", "small"]
     runs["float32"] = [*script, *mlp]
     if plain:
         runs["float64"] = [*mlp, "--dtype", "float64"]
@@ -156,12 +132,12 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
     # convolution with stride 2 in bf16 then reads memory that nobody wrote (PyTorch 2.15).
     tiny_images = ["--dataset", tiny, "--image_size", 32, "--max_steps", 3, "--log_every", 1]
     tiny_images += ["--batch_size", 4 * max(gpus, 2)]
-    runs["resnet50"] = [*small, "resnet50", "float32", *tiny_images, "--num_workers", 0]
+    runs["resnet50"] = [*small, "resnet50", *tiny_images, "--num_workers", 0]
     # The other scripts. With variable lengths, the last of the 5 micro-batches of a step has no sample.
     text = ["--dataset", texts, *TEXT, "--batch_size", 4 * max(gpus, 2), "--max_steps", 6, "--log_every", 1]
     cells = ["--dataset", mnist, "--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length"]
     cells += ["--gradient_accumulation_steps", 5 if topology.config in ("cpu", "single_gpu", "dp") else 1]
-    transformer = [*small, "transformer", "float32", *text]
+    transformer = [*small, "transformer", *text]
     accumulation = ["--script", "gradient_accumulation", *cells]
     runs |= {"transformer": transformer, "gradient_accumulation": accumulation}
     if not plain:
@@ -173,10 +149,10 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
     split += ["--max_steps", 2, "--lr", 1e-4, "--log_every", 1]
     if is_reference or topology.config in ("cpu_ddp", "dp", "ddp"):
         for schedule in schedules(topology):
-            runs[f"split_{schedule}"] = [*small, "model_split", "float32", *split, "--schedule", schedule]
+            runs[f"split_{schedule}"] = [*small, "model_split", *split, "--schedule", schedule]
     if topology.gpus and (is_reference or topology.config == "ddp"):
         norm = ["--bn", "local" if is_reference else "sync"]
-        runs["batch_norm"] = [*small, "resnet50", "float64", *tiny_images, "--num_workers", 0, *norm]
+        runs["batch_norm"] = [*small, "resnet50", "--float64", *tiny_images, "--num_workers", 0, *norm]
     if is_reference or topology.is_ddp():
         dropout = [*transformer, "--dropout", 0.1, *virtual]
         runs |= {"virtual": [*script, *mlp, *virtual], "virtual_transformer": dropout}
@@ -479,6 +455,6 @@ def test_what_runs_on_a_machine_has_flags_that_its_scripts_know(monkeypatch, gpu
             script, words = words[1], words[2:]
         if words[0] == "--back_to":
             words = words[4:]
-        chosen, words = (words[0], words[2:]) if script == str(Path(__file__)) else (script, words)
-        monkeypatch.setattr("sys.argv", [name, *words])
+        chosen, words = (words[0], words[1:]) if script == "small" else (script, words)
+        monkeypatch.setattr("sys.argv", [name, *(word for word in words if word != "--float64")])
         run_many.load(chosen, run_many.path_of(chosen)).parse_args()

@@ -1,19 +1,19 @@
 """--virtual_processes: the same bits on any number of processes."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
-import run_many
 import run_reader
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
-from conftest import ROOT, needs_torch
+from conftest import needs_torch
+from fakes import fake_accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,55 +25,39 @@ from utils.parallel import virtual_processes as vp
 from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
 
 
-def written(left, right):
-    return f"({left} + {right})"
-
-
-def tree_of(number):
+def tree_sum(leaves, add=torch.Tensor.add_):
     nodes = []
-    for leaf in range(number):
-        tree_push(nodes, Node(leaf, 1, str(leaf)), written)
-    return tree_total(nodes, written)
+    for number, leaf in enumerate(leaves):
+        tree_push(nodes, Node(number, 1, leaf.clone() if torch.is_tensor(leaf) else leaf), add)
+    return tree_total(nodes, add)
 
 
-TREES = {
-    6: "(((0 + 1) + (2 + 3)) + (4 + 5))",
-    7: "(((0 + 1) + (2 + 3)) + ((4 + 5) + 6))",
-    8: "(((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))",
-}
+@pytest.mark.parametrize(
+    ("number", "tree"),
+    [
+        (6, "(((0 + 1) + (2 + 3)) + (4 + 5))"),
+        (7, "(((0 + 1) + (2 + 3)) + ((4 + 5) + 6))"),
+        (8, "(((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))"),
+    ],
+)
+def test_sums_are_in_the_order_of_the_tree(number, tree):
+    assert tree_sum(map(str, range(number)), "({} + {})".format) == tree
 
 
-@pytest.mark.parametrize("number", [*range(1, 20), 64])
-def test_processes_add_in_the_order_of_the_tree_and_a_power_of_two_of_them_sends_one_sum_each(number):
-    whole = tree_of(number)
-    assert whole == TREES.get(number, whole)
-    for world_size in range(1, number + 1):
-        nodes, covered = [], []
-        for rank in range(world_size):
-            leaves = Layout(world_size, rank, virtual_processes=number).slots()
-            covered += leaves
-            own = []
-            for leaf in leaves:
-                tree_push(own, Node(leaf, 1, str(leaf)), written)
-            assert [node[:2] for node in own] == [node[:2] for node in partial_sums(leaves)]
-            if number in (8, 16, 64) and world_size in (1, 2, 4, 8):
-                assert len(own) == 1
-            for node in own:
-                tree_push(nodes, node, written)
-        assert covered == list(range(number))
-        assert tree_total(nodes, written) == whole
+@pytest.mark.parametrize("number", [8, 16, 64])
+def test_a_power_of_two_of_processes_sends_one_sum_each(number):
+    for world_size in (1, 2, 4, 8):
+        slots = [Layout(world_size, rank, virtual_processes=number).slots() for rank in range(world_size)]
+        assert [*itertools.chain(*slots)] == [*range(number)]
+        assert [len(partial_sums(own)) for own in slots] == [1] * world_size
 
 
-class OneRank:
-    """What GradientSum, TreeSum and ShardSum use of an Accelerator, on one of several threads."""
+class OneRank(SimpleNamespace):
+    """What GradientSum, TreeSum and ShardSum use of an Accelerator: one process of several."""
 
-    def __init__(self, rank, world_size, number, kind="NO", shards=None):
-        self.distributed_type = DistributedType(kind)
-        self.process_index, self.num_processes = rank, world_size
-        shards = shards or (world_size if kind == "FSDP" else 1)
-        self.layout = Layout(world_size, rank, shards, virtual_processes=number)
-        self.gradient_accumulation_steps = len(self.layout.slots())
-        self.device, self.init_handler, self.step = torch.device("cpu"), None, 0
+    def __init__(self, rank, world_size, number, kind="NO", **more):
+        super().__init__(**vars(fake_accelerator(world_size, rank, kind=kind, virtual_processes=number, **more)))
+        self.gradient_accumulation_steps, self.step = len(self.layout.slots()), 0
 
     @property
     def sync_gradients(self):
@@ -140,13 +124,6 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number,
             assert torch.equal(found, expected)
 
 
-def tree_sum(leaves):
-    nodes = []
-    for number, leaf in enumerate(leaves):
-        tree_push(nodes, Node(number, 1, leaf.clone()), torch.Tensor.add_)
-    return tree_total(nodes, torch.Tensor.add_)
-
-
 SIZES = [(2, 4), (2, 8), (2, 14), (3, 6), (3, 12), (4, 12), (5, 20)]
 HSDP = [(4, 4, 2), (4, 8, 2), (4, 12, 2), (6, 12, 3), (6, 18, 2), (8, 16, 4)]
 
@@ -163,7 +140,7 @@ def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads,
     late[firsts] = 0
 
     def run(rank):
-        accelerator = OneRank(rank, world_size, number, "FSDP", shards)
+        accelerator = OneRank(rank, world_size, number, "FSDP", shards=shards)
         groups = {"replicas": range(rank % shards, world_size, shards)}
         accelerator.mesh = SimpleNamespace(get_group=groups.get)
         own = range(rank - rank % shards, rank - rank % shards + shards)
@@ -304,57 +281,60 @@ def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
 
 
 @pytest.mark.parametrize(("unused", "in_backward"), [(None, 6), (0, 4), (2, 1)])
-def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, in_backward, monkeypatch):
-    """The last layer's gradients come first; where one does not come, the ones after it wait for the end."""
+def test_exchanges_begin_in_the_last_backward_pass_in_one_order(tree_threads, unused, in_backward, monkeypatch):
+    """The last layer's gradients come first; where rank 0 has none, its exchanges wait for the end."""
     monkeypatch.setattr(vp, "BUCKET", 1)
-    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    gradients = vp.GradientSum(nn.ParameterList(parameters), accelerator)
-    begun, numbers = [], itertools.count()
-
-    def stages(nodes):
-        number = next(numbers)
-        begun.append(f"gradients {number}")
-        yield
-        begun.append(f"sums {number}")
-        yield
-        yield 2 * nodes[0].value
-
-    gradients.tree.stages = stages
-    for is_last in (False, True):
-        accelerator.step += 1
-        gradients.prepare()
-        x = torch.ones(2)
-        for number, parameter in enumerate(parameters):
-            x = x * parameter if number != unused else x
-        x.sum().backward()
-        assert len(begun) == is_last * in_backward
-        gradients.collect()
-    order = "gradients 0, gradients 1, gradients 2, sums 0, gradients 3, sums 1, sums 2, sums 3"
-    assert ", ".join(begun) == order  # on all processes, whichever gradients they have
-    for number, parameter in enumerate(parameters):
-        assert parameter.grad is None if number == unused else parameter.grad.tolist() == [4, 4]
-
-
-def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
-    accelerator, layer = OneRank(0, 2, 2), nn.Linear(2, 2)
-    gradients = vp.GradientSum(layer, accelerator)
-    monkeypatch.setattr(gradients.tree, "stages", lambda nodes: iter([None]))
-    accelerator.step = 1
-    gradients.prepare()
-    x = torch.ones(1, 2, requires_grad=True)
-    for _ in range(2):
-        x = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="in two parts"):
-        x.sum().backward()
-
-
-def test_a_gradient_that_is_missing_is_sent_as_zeros_and_marked(monkeypatch):
+    monkeypatch.setattr(vp, "SMALL", 0)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size: torch.full((size,), math.nan))
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
-    values = vp.flat({second: torch.arange(4.0).view(2, 2)}, [first, second], world_size=2)
-    assert len(values) == 10
-    assert values[:7].tolist() == [0, 0, 0, 0, 1, 2, 3]
-    assert values[-2:].tolist() == [0, 1]
+    begun = [], []
+
+    def record(module, name):
+        exchange = getattr(module, name)
+
+        def recorded(*args, **options):
+            begun[tree_threads.here.rank].append(name)
+            return exchange(*args, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    record(dist, "all_to_all_single")
+    record(vp, "all_gather_single")
+
+    def run(rank):
+        never, *parameters = [nn.Parameter(torch.full((2,), float(number))) for number in range(5)]
+        accelerator = OneRank(rank, 2, 4)
+        gradients = vp.GradientSum(nn.ParameterList([never, *parameters]), accelerator)
+        used = [parameter for number, parameter in enumerate(parameters) if rank == 1 or number != unused]
+        for is_last in (False, True):
+            accelerator.step += 1
+            gradients.prepare()
+            functools.reduce(torch.mul, used).sum().backward()
+            assert rank == 1 or len(begun[0]) == is_last * in_backward
+            gradients.collect()
+        assert never.grad is None
+        return [parameter.grad.tolist() for parameter in parameters]
+
+    found = tree_threads.run(2, run)
+    to_all, gather = "all_to_all_single", "all_gather_single"
+    assert begun[0] == begun[1] == [to_all, to_all, to_all, gather, to_all, gather, to_all, gather, gather, gather]
+    for number, gradient in enumerate(found[0]):
+        of_rank_0 = 0 if number == unused else 24 / (number + 1) / (1 if unused is None else unused + 1)
+        assert gradient == found[1][number] == [2 * (24 / (number + 1) + of_rank_0)] * 2
+
+
+def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(tree_threads):
+    def run(rank):
+        accelerator, layer = OneRank(rank, 2, 2), nn.Linear(2, 2)
+        gradients = vp.GradientSum(layer, accelerator)
+        accelerator.step = 1
+        gradients.prepare()
+        x = torch.ones(1, 2, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="in two parts"):
+            x.sum().backward()
+
+    tree_threads.run(2, run)
 
 
 def test_sparse_gradients_are_explained():
@@ -437,76 +417,58 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused(step):
         gradients.collect()
 
 
-SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"
 COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 2]  # a log line may begin before a resume
 SCRIPTS = {
     "mlp": [
-        *("--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
+        *("mlp", "--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
         *("--batch_size", 475, "--max_steps", 4),  # 3 steps an epoch, the last of 53 images
     ],
-    "gradient_accumulation": [*("--virtual_processes", 7, "--variable_length", "--batch_size", 475, "--max_steps", 4)],
+    "gradient_accumulation": [
+        *("gradient_accumulation", "--virtual_processes", 7, "--variable_length"),
+        *("--batch_size", 475, "--max_steps", 4),
+    ],
     "resnet50": [
-        *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 4, "--num_workers", 0),
+        *("small", "resnet50", "--virtual_processes", 4, "--batch_size", 8, "--max_steps", 4, "--num_workers", 0),
         *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10, "--image_size", 16),
     ],
     # The generator trains in the fifth and in the last step; on 3 processes one has 2 micro-batches.
-    "wgan": ["--virtual_processes", 4, "--batch_size", 56, "--num_epochs", 2],
-    "two_loaders": ["--virtual_processes", 5, "--num_epochs", 2],
+    "wgan": ["wgan", "--virtual_processes", 4, "--batch_size", 56, "--num_epochs", 2],
+    "two_loaders": ["two_loaders", "--virtual_processes", 5, "--num_epochs", 2],
     # Parameters and a model without a gradient in some micro-batches.
-    "sometimes": ["--virtual_processes", 8],
-    "sometimes --complex": ["--virtual_processes", 8, "--complex"],
+    "sometimes": ["sometimes", "--virtual_processes", 8],
+    "sometimes --complex": ["sometimes", "--virtual_processes", 8, "--complex"],
 }
+THREE = ("cpu_ddp", "--num_processes", 3)
 
 
 @pytest.fixture(scope="module")
-def runs(shared_launcher, small_mnist):
-    """A folder for each script: on 1 and 3 processes; and chain_P, which goes on from what fewer processes did."""
-    top = shared_launcher.folder
-    for processes in (1, 2, 3):
-        words = []
-        for name, flags in SCRIPTS.items():
-            script = name.split()[0]
-            if script in ("wgan", "two_loaders", "sometimes"):
-                script = run_many.path_of(script)
-            else:
-                flags = [*flags, "--dataset", small_mnist]
-            flags = [*flags, *COMMON]
-            folder = top / name
-            if processes != 2:
-                words.append(["--script", script, *flags, "--output_dir", folder / str(processes)])
-            if processes > 1:
-                before = folder / ("1" if processes == 2 else f"chain_{processes - 1}")
-                after = folder / f"chain_{processes}"
-                back = ["--script", script, "--back_to", before, processes - 1, after]
-                words.append([*back, *flags, "--resume", "--output_dir", after])
-        config, launch_flags = ("cpu", [])
-        if processes > 1:
-            config, launch_flags = ("cpu_ddp", ["--num_processes", processes])
-        shared_launcher(
-            config,
-            *run_many.words("mlp", *words),
-            script=SMALL_RESNET,
-            launch_flags=launch_flags,
-            timeout=300,
-        )
-    return top
+def made(runs, small_mnist):
+    """Of each script: on 1 and 3 processes; and chain_P, which goes on from what fewer processes did."""
+    found = {}
+    for name, flags in SCRIPTS.items():
+        data = ["--dataset", small_mnist] if name in ("mlp", "gradient_accumulation", "resnet50") else []
+        words = [*flags, *COMMON, *data]
+        one, three = runs(*words), runs(*words, on=THREE)
+        chain_2 = runs(*words, on=("cpu_ddp",), resumes=one, at=1)
+        chain_3 = runs(*words, on=THREE, resumes=chain_2, at=2)
+        found[name] = {"1": one, "3": three, "chain_2": chain_2, "chain_3": chain_3}
+    return found
 
 
-def bits(folder) -> dict:
+def bits(run) -> dict:
     """SHA-256 of the final models and of all tensors of the last checkpoint; the logged numbers."""
-    found = run_reader.final_models(folder)
-    step = run_reader.last_checkpoint(folder)
+    found, step = run.bits, run_reader.last_checkpoint(run.folder)
     for file, tensors in run_reader.checkpoint(step)[1].items():  # whole, also of shards
         data = {name: tensor.contiguous() for name, tensor in tensors.items()}
         found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
-    return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
+    return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(run.folder)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("other", ["3", "chain_2", "chain_3"])
-def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
-    expected, found = bits(runs / name / "1"), bits(runs / name / other)
+def test_model_optimizer_and_log_are_the_same_bits(made, name, other):
+    expected, found = bits(made[name]["1"]), bits(made[name][other])
     assert any(file.startswith("checkpoints") and "optim" in file for file in expected)
     assert len([key for key in expected if key.startswith("train")]) >= 2
     assert found == expected
@@ -521,45 +483,35 @@ SHARDED = {
     # The last of 3 steps an epoch has 4 samples.
     "sometimes": ["--virtual_processes", 12, "--idle", -1, "--batch_size", 28],
 }
-CHAIN = [("cpu_fsdp", 2), ("cpu_ddp", 3), ("cpu_hsdp", 4), ("cpu_fsdp", 3), ("cpu_fsdp", 1)]
-ALONE = [("cpu_fsdp", 2), ("cpu_hsdp", 4)]
+ALONE = {"FSDP": ("cpu_fsdp",), "HSDP 2 x 2": ("cpu_hsdp",)}
+CHAIN = [("cpu_fsdp",), THREE, ("cpu_hsdp",), ("cpu_fsdp", "--num_processes", 3), ("cpu_fsdp", "--num_processes", 1)]
 
 
 @pytest.fixture(scope="module")
-def sharded(shared_launcher, texts):
-    """For each program: on one process; on some alone; and "chain", which each goes on with for a step."""
-    top = shared_launcher.folder / "sharded"
-    flags = {name: [*flags, *COMMON] for name, flags in SHARDED.items()}
-    flags["transformer"] += ["--dataset", texts]
-    for name in SHARDED:
-        assert run_many.run(name, [*flags[name], "--output_dir", top / name / "one"]) is None
-        run_many.reset_accelerate()
-    before = "one"
-    for step, (config, processes) in enumerate(CHAIN, 1):
-        words, after = [], f"chain_{step}"
-        for name in SHARDED:
-            script, folder = ["--script", run_many.path_of(name)], top / name
-            if (config, processes) in ALONE:
-                words.append([*script, *flags[name], "--output_dir", folder / f"{config}_{processes}"])
-            back = [*script, "--back_to", folder / before, step, folder / after]
-            words.append([*back, *flags[name], "--resume", "--output_dir", folder / after])
-        launch = {"script": run_many.FILE, "launch_flags": ["--num_processes", processes], "timeout": 300}
-        shared_launcher(config, *run_many.words("transformer", *words), **launch)
-        before = after
-    return top
+def sharded(runs, texts):
+    """Of each program: on one process; on some alone; and "chain", which each goes on with for a step."""
+    found = {}
+    for name, flags in SHARDED.items():
+        words = [name, *flags, *COMMON, *(["--dataset", texts] if name == "transformer" else [])]
+        found[name] = {"one": (run := runs(*words))}
+        found[name] |= {kind: runs(*words, on=on) for kind, on in ALONE.items()}
+        for step, on in enumerate(CHAIN, 1):
+            run = runs(*words, on=on, resumes=run, at=step)
+        found[name]["chain"] = run
+    return found
 
 
 @needs_torch("2.13")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("other", [*(f"{config}_{processes}" for config, processes in ALONE), "chain_5"])
+@pytest.mark.parametrize("other", [*ALONE, "chain"])
 def test_shards_have_the_bits_of_one_process(sharded, name, other):
-    expected, found = bits(sharded / name / "one"), bits(sharded / name / other)
+    expected, found = bits(sharded[name]["one"]), bits(sharded[name][other])
     assert any(file.startswith("checkpoints") and "optim" in file for file in expected)
     assert found == expected
-    kinds = [(each["distributed_type"], each["num_processes"]) for each in run_reader.launches(sharded / name / other)]
-    assert len(kinds) == (6 if other == "chain_5" else 1)
-    assert kinds[-1][0] == {"cpu_hsdp_4": "HSDP 2 x 2"}.get(other, "FSDP")
+    kinds = [launch["distributed_type"] for launch in run_reader.launches(sharded[name][other].folder)]
+    assert len(kinds) == (6 if other == "chain" else 1)
+    assert kinds[-1] == (other if other in ALONE else "FSDP")
 
 
 def test_an_optimizer_that_adds_up_over_a_whole_tensor_is_refused_on_shards(capsys):

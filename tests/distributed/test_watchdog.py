@@ -1,10 +1,12 @@
-"""A rank that hangs says where it is, and no healthy run is reported."""
+"""A rank that hangs says where it is, and no healthy run is reported; the end of a process that has succeeded."""
 
+import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from conftest import ROOT
 from utils import launched
 from utils.checkpoint import folder
 from utils.failures import watchdog
+from utils.failures.processes import end_process_group
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 
@@ -55,6 +58,24 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(launcher, small_mni
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--max_steps", 3]
     done = launcher("cpu_ddp", *flags, script=ROOT / "tests" / "programs" / "threads_at_exit")
     assert done.stdout.count("0 threads of gloo") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_ends_after_what_the_threads_of_gloo_still_do():
+    """FSDP's modules keep these threads, which may get hardly any time on a busy machine."""
+    begun, done = threading.Event(), threading.Event()
+
+    def works():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**6)  # without the GIL, as gloo
+        done.set()
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    threading.Thread(target=works).start()
+    begun.wait()
+    end_process_group()
+    assert done.is_set()
 
 
 @pytest.fixture

@@ -77,9 +77,7 @@ class Model(nn.Module):
         self.words = nn.Embedding(64, 8, max_norm=0.5 if case == "max_norm" else None)
         self.norm = {
             "batch_norm": nn.BatchNorm1d(8),
-            "batch_norm averaged": nn.BatchNorm1d(8),
             "average, batch_norm averaged": nn.BatchNorm1d(8),
-            "instance_norm": nn.InstanceNorm1d(8, track_running_stats=True),
             "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
             "frozen batch_norm": nn.BatchNorm1d(8).eval(),
             "codebook averaged": Codebook(),
@@ -101,21 +99,14 @@ class Model(nn.Module):
         self.calls += self.training
         if self.case == "picks":
             h = h + self.layers[self.rank % 2](h.repeat(1, 14)[:, :110])[:, :8]
-        h = self.norm(h.T[None])[0].T if self.case == "instance_norm" else self.norm(h)
-        is_changed = self.case in ("codebook", "codebook, compiled") or (self.case == "late" and self.calls > 3)
+        h = self.norm(h)
+        is_changed = self.case == "codebook, compiled" or (self.case == "late" and self.calls > 3)
         if is_changed and self.training:
             self.codes.lerp_(h.detach().mean(0), 0.1)
-        if self.case == "reassigned" and self.training:
-            self.codes = 0.9 * self.codes + 0.1 * h.detach().mean(0)
         if self.case == "unsaved" and self.training:
             self.unsaved += 1
-        if self.case == "cache" and len(self.cache) == 0:
-            self.cache = torch.arange(8.0)
         if self.case == "growing cache" and len(self.cache) < x.max():
             self.cache = torch.arange(float(x.max()))
-        if self.case == "clipped":
-            with torch.no_grad():
-                self.out.weight.clamp_(-0.1, 0.1)
         return self.out(h).squeeze(1)
 
 
@@ -127,13 +118,12 @@ def train(args, case: str) -> None:
     loader = GlobalLoader(TensorDataset(*data), args.batch_size, accelerator, seed=0, drop_last=True)
     rank = accelerator.process_index
     model = Model(case, rank)
-    if case == "rank 0's weights" and rank == 0:
+    if case == "weights of the first half" and rank < accelerator.num_processes // 2:  # one replica of HSDP
         model.words.weight.data.mul_(2)
-    if case in ("thawed", "thawed later"):
+    if case == "thawed later":
         model.out.requires_grad_(False)
     outside = nn.Parameter(torch.ones(1))
-    more = [outside] if case in ("outside", "outside, frozen") else []
-    outside.requires_grad_(case != "outside, frozen")
+    more = [outside] if case == "outside" else []
     momentum = 0.9 if "optimizer" in case or case == "in an object" else 0.0
     optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1, momentum)
     bare, average = model, AveragedModel(model) if case.startswith("average") else None
@@ -149,10 +139,8 @@ def train(args, case: str) -> None:
     batch_norms = BatchNorms(model, accelerator, Codebook) if case.endswith("averaged") else None
     if case == "frozen on rank 1" and rank == 1:
         next(model.parameters()).requires_grad_(False)
-    if case == "thawed":
-        bare.out.requires_grad_(True)
     checkpoint = {"model": model, "optimizer": optimizer}
-    checkpoint |= {"schedule": schedule} if schedule and case != "schedule, forgotten" else {}
+    checkpoint |= {"schedule": schedule} if schedule else {}
     if average:
         shard(accelerator, average.module)
         checkpoint["average"] = average
@@ -226,7 +214,7 @@ def micro_batch(case, accelerator, model, bare, optimizer, schedule, batch_norms
             schedule.step()
         if case not in ("clears first", "never clears"):
             optimizer.zero_grad()
-        if case.startswith("model.zero_grad"):
+        if case == "model.zero_grad in steps":
             bare.zero_grad()
         if case == "changed on rank 1" and accelerator.process_index == 1 and accelerator.sync_gradients:
             with torch.no_grad():

@@ -7,7 +7,6 @@ By case: the weights after the last step and whatever the case reads, as one lis
 """
 
 import contextlib
-import copy
 import io
 import json
 import math
@@ -17,14 +16,12 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.launch import make_accelerator
 from utils.parallel import same_state
-from utils.parallel.fsdp import shard, update_average
 
 SAMPLES, STEPS = 12, 4
 
@@ -141,42 +138,11 @@ def unfrozen_later(case):
     case.steps()
 
 
-def unfrozen_that_was_frozen_at_prepare(case):
-    for parameter in case.body:
-        parameter.requires_grad_(False)
-    case.prepare().steps(2)
-    for parameter in case.body:
-        parameter.requires_grad_(True)
-    case.steps()
-
-
 def groups(case):
-    rest = [parameter for parameter in case.all if all(parameter is not other for other in case.body)]
-    case.optimizers = [case.sgd([{"params": case.body, "lr": 0.03}, {"params": rest}])]
-    case.prepare().steps()
-
-
-def a_group_added_after(case):
-    case.optimizers = [case.sgd(case.head)]
+    """Of which one is added after `prepare`."""
+    case.optimizers = [case.sgd([{"params": case.head, "lr": 0.1}, {"params": [*case.model.other_head.parameters()]}])]
     case.prepare()
     case.optimizers[0].add_param_group({"params": case.body, "lr": 0.03})
-    case.steps()
-
-
-def tied_after(case):
-    case.prepare()
-    case.bare.other_head.weight = case.bare.head.weight
-    case.steps()
-
-
-def hooked_before(case):
-    case.head[0].register_hook(lambda gradient: gradient / 2)
-    case.prepare().steps()
-
-
-def hooked_after(case):
-    case.prepare()
-    case.head[0].register_hook(lambda gradient: gradient / 2)
     case.steps()
 
 
@@ -206,12 +172,6 @@ def initialized_after(case):
     case.steps()
 
 
-def reset_after(case):
-    case.prepare()
-    case.bare.head.reset_parameters()
-    case.steps()
-
-
 def average_of_a_list(case):
     case.prepare()
     averages = [parameter.detach().clone() for parameter in case.all]
@@ -223,31 +183,6 @@ def average_of_a_list(case):
 
     case.steps(before_step=update)
     case.read(averages)
-
-
-def average_of_a_model(case):
-    average = AveragedModel(case.model)
-    case.prepare()
-    shard(case.accelerator, average.module)
-    case.steps(before_step=lambda: update_average(average.module, case.bare, 0.9))
-    case.read(average.module.parameters())
-
-
-def average_by_torch(case):
-    average = AveragedModel(case.model)
-    case.prepare()
-    case.steps(before_step=lambda: average.update_parameters(case.bare))
-    case.read(average.module.parameters())
-
-
-def copied_after(case):
-    copy.deepcopy(case.prepare().model)
-    case.steps()
-
-
-def a_second_optimizer(case):
-    case.optimizers = [case.sgd(case.body), torch.optim.AdamW(case.head, 0.01)]
-    case.prepare().steps()
 
 
 def an_optimizer_that_is_not_prepared(case):
@@ -279,12 +214,8 @@ CASES = {
 CASES |= {
     case.__name__.replace("_", " "): case
     for case in (
-        shared_layers_recomputed,
-        *(frozen_before, frozen_by_module, unfrozen_later, unfrozen_that_was_frozen_at_prepare),
-        *(groups, a_group_added_after, tied_after, names, initialized_after, reset_after),
-        *(hooked_before, hooked_after, hooked_after_accumulation),
-        *(average_of_a_list, average_of_a_model, average_by_torch, copied_after),
-        *(a_second_optimizer, an_optimizer_that_is_not_prepared, lbfgs),
+        *(shared_layers_recomputed, frozen_before, frozen_by_module, unfrozen_later, groups, names),
+        *(initialized_after, hooked_after_accumulation, average_of_a_list, an_optimizer_that_is_not_prepared, lbfgs),
     )
 }
 

@@ -1,7 +1,7 @@
 """Models as users bring them, sharded: after three steps their weights are those of a copy that is whole.
 
     accelerate launch --config_file accelerate_configs/cpu_fsdp.yaml --fsdp_min_num_params 100 \
-        tests/programs/sharded_models.py gpt resnet18
+        tests/programs/sharded_models.py gpt encoder
 
 Each process also trains the copy, on the micro-batches of all processes. Writes differences.json: by model, the
 largest difference of a weight, relative to the largest weight of its tensor, and what is gathered on its own.
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torchvision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -78,20 +77,12 @@ def lora():
     return get_peft_model(gpt2, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
-def resnet18():
-    return torchvision.models.resnet18(num_classes=VOCABULARY)
+# By name.
+MODELS = {"gpt": GPT, "encoder": Encoder, "lora": lora}
 
 
-def texts():
+def make_batch():
     return torch.randint(VOCABULARY, (SAMPLES, LENGTH)), torch.randint(VOCABULARY, (SAMPLES, LENGTH))
-
-
-def images():
-    return torch.rand(SAMPLES, 3, 32, 32), torch.randint(VOCABULARY, (SAMPLES,))
-
-
-# By name: the model, and a micro-batch of it.
-MODELS = {"gpt": (GPT, texts), "encoder": (Encoder, texts), "resnet18": (resnet18, images), "lora": (lora, texts)}
 
 
 def mean_loss(model, inputs, labels):
@@ -103,7 +94,7 @@ def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, eps=1e-4)
 
 
-def train(accelerator, make_batch, model, optimizer, whole, whole_optimizer) -> tuple[float, list[str]]:
+def train(accelerator, model, optimizer, whole, whole_optimizer) -> tuple[float, list[str]]:
     """The largest relative difference between the sharded model and the copy, and the units of the former."""
     for _ in range(STEPS):
         batches = [make_batch() for _ in range(accelerator.num_processes)]
@@ -125,12 +116,11 @@ def train(accelerator, make_batch, model, optimizer, whole, whole_optimizer) -> 
 def main():
     torch.set_default_dtype(torch.float64)
     accelerator = make_accelerator(SimpleNamespace(output_dir="run"), cpu_threads=1)
-    models = [MODELS[name][0]() for name in sys.argv[1:]]
+    models = [MODELS[name]() for name in sys.argv[1:]]
     copies = [copy.deepcopy(model) for model in models]
     optimizers = [adamw(model) for model in models]
-    count, makers = len(models), [MODELS[name][1] for name in sys.argv[1:]]
-    prepared = accelerator.prepare(*models, *optimizers)
-    columns = makers, prepared[:count], prepared[count:], copies, map(adamw, copies)
+    prepared, count = accelerator.prepare(*models, *optimizers), len(models)
+    columns = prepared[:count], prepared[count:], copies, map(adamw, copies)
     found = {name: train(accelerator, *row) for name, *row in zip(sys.argv[1:], *columns, strict=True)}
     if accelerator.is_main_process:
         Path("differences.json").write_text(json.dumps(found))

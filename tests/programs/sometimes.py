@@ -28,7 +28,7 @@ def parse_args():
         "--idle",
         type=int,
         default=2,
-        help="micro-batch without the second model, not a process's last; -1: no such model",
+        help="micro-batch without the second model, not a process's last; -1: none",
     )
     add("--batch_size", type=int, default=24)
     add = parser.add_argument_group("length and memory", may_change=True).add_argument

@@ -1,4 +1,5 @@
-"""A sharded run that is killed, or cannot write: some ranks have written their part of a checkpoint, and others not."""
+"""A run that is killed, or cannot write. Of one with shards, some ranks have written their part of a checkpoint, and
+others not."""
 
 import errno
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 
 import pytest
+import run_many
 import run_reader
 from hosts import free_port
 from run_reader import is_writing
@@ -53,12 +55,13 @@ def start(world, folder, flags, shards=None):
             children.append(child)
             continue
         try:
-            os.environ.update(ENVIRONMENT, MASTER_PORT=str(port))
+            if world > 1:
+                os.environ.update(ENVIRONMENT, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+                os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
             if shards:
                 os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
                 os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(world // shards)
                 os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shards)
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
             log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -67,6 +70,10 @@ def start(world, folder, flags, shards=None):
         finally:
             os._exit(99)
     return children
+
+
+def is_alive(child) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def ended(children, seconds):
@@ -84,37 +91,60 @@ def ended(children, seconds):
     return codes, len(codes) == len(children)
 
 
+def assert_same(run, whole):
+    """Final models, last checkpoints and logs."""
+    assert run_reader.final_models(run) == run_reader.final_models(whole)
+    last = [run_reader.last_checkpoint(each) for each in (run, whole)]
+    files = [{file.name: run_reader.sha256(file) for file in each.glob("*.safetensors")} for each in last]
+    assert files[0] == files[1]
+    assert run_reader.lines(run) == run_reader.lines(whole)
+    assert not list((run / "checkpoints").glob(".part_*"))
+
+
+@pytest.fixture
+def whole(tmp_path, small_mnist, home):
+    """Returns a function that gives the folder of a run that nothing happens to, and the flags of all runs."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--output_dir"]
+    run_many.run("mlp", [*flags, tmp_path / "first", "--max_steps", 1])  # imports what all ranks need
+
+    def run_whole(world, shards=None):
+        codes, _ = ended(start(world, tmp_path, [*flags, tmp_path / "whole"], shards), 120)
+        assert set(codes.values()) == {0}, (tmp_path / "log").read_text()[-3000:]
+        return tmp_path / "whole", flags
+
+    return run_whole
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "shards"), [(3, None), (4, 2)])
-def test_kills_of_random_ranks_change_nothing(world, shards, tmp_path, small_mnist, home):
+@pytest.mark.parametrize(("world", "shards", "kills"), [(1, None, 20), (3, None, KILLS), (4, 2, KILLS)])
+def test_kills_of_random_ranks_change_nothing(world, shards, kills, tmp_path, whole):
+    """Three of four while a checkpoint is being written."""
     rng, run, log = random.Random(world), tmp_path / "run", tmp_path / "log"
-    flags = ["--dataset", small_mnist, *FLAGS]
-    codes, _ = ended(start(world, tmp_path, [*flags, "--output_dir", tmp_path / "whole"], shards), 120)
-    assert set(codes.values()) == {0}, log.read_text()[-3000:]
-    kills = unfinished = 0
+    expected, flags = whole(world, shards)
+    killed = unfinished = 0
     while True:
         starts = log.read_text().count("\noutput ")
-        children = start(world, tmp_path, [*flags, "--output_dir", run, "--resume"], shards)
+        children = start(world, tmp_path, [*flags, run, "--resume"], shards)
         until = time.monotonic() + 120
         while log.read_text().count("\noutput ") == starts and time.monotonic() < until:
             time.sleep(0.01)
-        if kills < KILLS:
-            wait, in_write, began = rng.uniform(0, 0.3), kills % 4 > 0, time.monotonic()
-            while time.monotonic() - began < (10 if in_write else wait) and not (in_write and is_writing(run)):
+        if killed < kills:
+            wait, in_write, victim = rng.uniform(0, 0.3), killed % 4 > 0, rng.choice(children)
+            until = time.monotonic() + (10 if in_write else wait)
+            while time.monotonic() < until and not (in_write and is_writing(run)) and is_alive(victim):
                 time.sleep(0.001)
-            victim = rng.choice(children)
             os.kill(victim, signal.SIGKILL)
             for child in set(children) - {victim}:  # as torchrun does
                 os.kill(child, signal.SIGTERM)
             codes, all_ended = ended(children, 60)
             assert all_ended, log.read_text()[-3000:]  # the others must not wait for it
             if codes[victim] == -signal.SIGKILL:
-                kills += 1
+                killed += 1
                 unfinished += is_writing(run)
         else:
             codes, _ = ended(children, 120)
             assert set(codes.values()) == {0}, log.read_text()[-3000:]
-        if kills == KILLS and set(codes.values()) == {0}:
+        if killed == kills and set(codes.values()) == {0}:
             break
         if set(codes.values()) == {0}:  # it ended before the kill: take its end away, and half of its checkpoints
             for name in ("summary.json", "model.safetensors"):
@@ -122,16 +152,33 @@ def test_kills_of_random_ranks_change_nothing(world, shards, tmp_path, small_mni
             steps = sorted((run / "checkpoints").glob("step_*"))
             for path in steps[len(steps) // 2 :]:
                 shutil.rmtree(path)
-    print(f"{kills} kills, {unfinished} of them in the middle of a checkpoint")
-    assert unfinished >= KILLS // 5
-    whole = tmp_path / "whole"
-    assert run_reader.final_models(run) == run_reader.final_models(whole)
-    last = [run_reader.last_checkpoint(each) for each in (run, whole)]
-    files = [{file.name: run_reader.sha256(file) for file in each.glob("*.safetensors")} for each in last]
-    assert files[0] == files[1]
-    assert len(files[0]) == 2 * (shards or world)  # the first replica's
-    assert run_reader.lines(run) == run_reader.lines(whole)
-    assert not list((run / "checkpoints").glob(".part_*"))
+    resumed = sum(launch["from_step"] > 0 for launch in run_reader.launches(run))
+    print(f"{killed} kills, {unfinished} of them in the middle of a checkpoint, {resumed} resumes")
+    assert unfinished >= kills // 5
+    assert resumed > 0
+    assert_same(run, expected)
+    assert len(list(run_reader.last_checkpoint(run).glob("*.safetensors"))) == 2 * (shards or world)  # of a replica
+
+
+def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(tmp_path, whole, monkeypatch):
+    write, run = disk.write_tensors, tmp_path / "run"
+    expected, flags = whole(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_tensors", lambda *args: (time.sleep(0.5), write(*args))[1])
+        (child,) = start(1, tmp_path, [*flags, run])
+    while not is_writing(run):
+        time.sleep(0.01)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGINT)
+    while "press Ctrl-C again" not in (tmp_path / "log").read_text():
+        time.sleep(0.01)  # two signals at a time would be one
+    os.kill(child, signal.SIGINT)
+    began = time.monotonic()
+    assert ended([child], 20)[0] == {child: 130}
+    assert time.monotonic() - began < 1  # the rest of the checkpoint would take longer
+    assert not list((run / "checkpoints").glob("step_*"))
+    assert set(ended(start(1, tmp_path, [*flags, run, "--resume"]), 60)[0].values()) == {0}
+    assert_same(run, expected)
 
 
 def no_space(monkeypatch):
