@@ -144,6 +144,14 @@ def stops(capsys):
     return stops
 
 
+@pytest.fixture
+def float64():
+    """The default type, as with --float64: weights drawn in it are not those of a float32 model."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end, as in preloaded.py.
 
@@ -186,9 +194,7 @@ class Launcher:
     def __call__(self, *words, timeout=150, check=True, cwd=None, **options) -> subprocess.CompletedProcess:
         words = self.words(*words, **options)
         done = preloaded.run(words, cwd or self.folder, environment(self.home), timeout)
-        if done is None:
-            return self.python(*words, timeout=timeout, check=check, cwd=cwd)
-        return self.checked(done, check)
+        return self.checked(done, check) if done else self.python(*words, timeout=timeout, check=check, cwd=cwd)
 
     def python(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
         return self.wait(self.start_python(*words, **options), timeout, check)
