@@ -8,6 +8,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import run_many
 import run_reader
@@ -16,7 +17,7 @@ from conftest import ROOT, free_port
 from pages import README, blocks, guide, section
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 
 def test_the_loop_on_the_first_screen_is_the_scripts():
@@ -95,10 +96,6 @@ def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
 
 def test_one_loop_four_ways(monkeypatch):
     """They end with the same weights: one batch has all the data, so the order does not matter."""
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-    from torch.nn.parallel import DistributedDataParallel
-
     group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in {**group, **address}.items():
@@ -114,20 +111,9 @@ def test_one_loop_four_ways(monkeypatch):
         return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
 
     for block in blocks(section(guide("from_plain_pytorch"), "One loop, four ways"), "python"):
-        scope = {
-            "os": os,
-            "torch": torch,
-            "nn": nn,
-            "dist": torch.distributed,
-            "cross_entropy": F.cross_entropy,
-            "DistributedDataParallel": DistributedDataParallel,
-            "DataLoader": DataLoader,
-            "DistributedSampler": DistributedSampler,
-            "Accelerator": Accelerator,
-            "DataLoaderConfiguration": DataLoaderConfiguration,
-            "make_model": make_model,
-            "data": TensorDataset(images, torch.arange(200) % 3),
-        }
+        scope = {**vars(F), **vars(nn.parallel), **vars(torch.utils.data), **vars(accelerate), **vars(accelerate.utils)}
+        scope |= {"os": os, "torch": torch, "nn": nn, "dist": torch.distributed, "make_model": make_model}
+        scope["data"] = TensorDataset(images, torch.arange(200) % 3)
         try:
             exec(block, scope)
         finally:

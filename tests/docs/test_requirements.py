@@ -82,15 +82,6 @@ def test_the_file_that_a_copy_takes_along_is_short_and_accepts_prereleases_of_to
     assert bounds["torch"].contains("2.15.0+cpu")
 
 
-def test_the_installed_versions_are_within_the_bounds():
-    for requirement in of_tests():
-        assert str(requirement.specifier).startswith(">=")
-        try:
-            assert requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
-        except metadata.PackageNotFoundError:
-            continue
-
-
 def test_ci_installs_the_oldest_versions_of_all_bounds():
     assert "install setuptools -c tests/oldest.txt" in (ROOT / ".ci" / "run").read_text()
     pins = {requirement.name: requirement.specifier for requirement in listed("tests/oldest.txt")}

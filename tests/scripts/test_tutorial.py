@@ -5,26 +5,17 @@ import shlex
 
 import pytest
 import torch
-from conftest import ROOT, free_port
+from conftest import free_port
 
 from scripts.from_scratch import tutorial
-
-PAGE = (ROOT / "guides" / "torch_distributed.md").read_text()
-
-
-def programs(title):
-    text = re.search(rf"## {title}\n(.*?)(?:\n## |\Z)", PAGE, re.S)[1]
-    return re.findall(r"```python\n(.*?)```", text, re.S)
-
-
-STARTERS = programs("Start processes")
+from tests.docs.pages import blocks, guide, section
 
 
 @pytest.mark.slow
 def test_processes_that_are_launched_or_spawned_find_each_other(launcher, tmp_path):
     """By the command in the first line of each program, both at the same time."""
     started = []
-    for text in STARTERS:
+    for text in blocks(section(guide("torch_distributed"), "Start processes"), "python"):
         name, command = re.match(r"# (\w+\.py): (.+)\n", text).groups()
         port = str(free_port())
         (tmp_path / name).write_text(text.replace("29500", port))

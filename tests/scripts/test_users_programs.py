@@ -6,8 +6,6 @@ nothing. In others_models.py a single sample is left there, and in the last batc
 """
 
 import json
-import re
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +13,6 @@ import run_many
 import run_reader
 import safetensors.torch
 import torch
-from conftest import ROOT
 from run_reader import lines
 from same_numbers import largest_difference
 
@@ -178,19 +175,6 @@ def test_fsdp_trains_the_same_model_and_resumes_before_and_after_unfreezing(runs
     resumed = [runs("fine_tune", *flags, on=on, resumes=two, at=step) for step in (2, 4)]
     assert two.differs_from(one) <= 1e-9
     assert [again.bits for again in resumed] == [two.bits] * 2
-
-
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_the_commands_in_an_example_are_those_that_it_takes(example, monkeypatch):
-    commands = re.findall(rf"accelerate launch --config_file (\S+) examples/{example.name}(.*)", example.read_text())
-    assert commands
-    for config, flags in commands:
-        assert (ROOT / config).exists()
-        if example.stem != "own_metrics" or find_spec("torchmetrics"):
-            monkeypatch.setattr("sys.argv", [str(example), *flags.split()])
-            module = run_many.load(example.stem, example)
-            if flags.strip() or example.stem != "plain_accelerate":
-                module.parse_args()
 
 
 @programs(QUICK)
