@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The files that `accelerate launch --config_file` takes.
 CONFIGS = [path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")) if path.stem != "skypilot"]
 MNIST = ROOT / "data" / "mnist"
-GPU_FILES = ["test_no_synchronisation", "test_topologies", "test_on_gpus"]
+# The tests for GPUs come first, and of these what tells the most about a machine.
+GPU_FILES = {"test_no_synchronisation": 0, "test_topologies": 1, "test_on_gpus": 2}
 BEGAN = time.monotonic()
 
 
@@ -68,13 +69,8 @@ def pytest_cmdline_main(config):
         config.option.numprocesses = 0
 
 
-def place_in_order(item) -> int:
-    """The tests for GPUs come first, and of these what tells the most about a machine."""
-    return GPU_FILES.index(item.path.stem) if item.path.stem in GPU_FILES else len(GPU_FILES)
-
-
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=place_in_order)
+    items.sort(key=lambda item: GPU_FILES.get(item.path.stem, len(GPU_FILES)))
     for item in items:
         is_tried = config.option.stand_ins and item.path.stem == "test_on_gpus"
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and not is_tried:
