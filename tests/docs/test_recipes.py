@@ -1,6 +1,7 @@
 """The loops of guides/reference/recipes.md, as they stand there, equal a plain loop over whole batches."""
 
 import functools
+import itertools
 import zlib
 from types import SimpleNamespace
 
@@ -82,15 +83,12 @@ def test_a_recipe_equals_the_plain_loop_with_and_without_accumulation(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp"])
-def test_a_recipe_equals_the_plain_loop_on_two_processes(shared_launcher, float64, config):
-    top, launches = shared_launcher.folder / config, []
-    for recipe in LOGGED:
-        for name, flags in ("2", []), ("virtual", ["--virtual_processes", 4]):
-            launches.append(["--float64", "--recipe", recipe, *flags, "--output_dir", top / recipe / name])
-    shared_launcher(config, *run_many.words("recipes", *launches), script=run_many.FILE)
-    for recipe in LOGGED:
-        for name in ("2", "virtual"):
-            check(top / recipe / name, recipe)
+def test_a_recipe_equals_the_plain_loop_on_two_processes(runs, float64, config):
+    asked = []
+    for recipe, flags in itertools.product(LOGGED, ([], ["--virtual_processes", 4])):
+        asked.append((runs("recipes", "--float64", "--recipe", recipe, *flags, on=(config,)), recipe))
+    for run, recipe in asked:
+        check(run.folder, recipe)
 
 
 @pytest.mark.slow
@@ -151,18 +149,15 @@ def test_a_checkpoint_goes_on_in_plain_pytorch(tmp_path, float64):
 
 
 @pytest.mark.slow
-def test_fsdp_under_torchrun_has_the_bits_of_the_config_file(launcher, monkeypatch):
-    flags = ["--recipe", "normalizers", "--float64"]
-    runs = {name: launcher.folder / name for name in ("config", "torchrun")}
-    words = {name: run_many.words("recipes", [*flags, "--output_dir", run]) for name, run in runs.items()}
-    minimum = ["--fsdp_min_num_params", 10]
-    launcher("cpu_fsdp", *words["config"], script=run_many.FILE, launch_flags=minimum)
+def test_fsdp_under_torchrun_has_the_bits_of_the_config_file(launcher, runs, monkeypatch):
+    flags, folder = ["--recipe", "normalizers", "--float64"], launcher.folder / "torchrun"
+    expected = runs("recipes", *flags, on=("cpu_fsdp", "--fsdp_min_num_params", 10)).bits
     (command,) = [c for c in commands(guide("reference/several_machines")) if c.startswith("ACCELERATE_USE_FSDP")]
     for variable in command.partition(" torchrun ")[0].replace("100000", "10").split():
         monkeypatch.setenv(*variable.split("="))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     torchrun = ["-m", "torch.distributed.run", "--master_port", free_port(), "--nproc_per_node", 2]
-    launcher.python(*torchrun, f"{run_many.FILE}.py", *words["torchrun"])
-    assert run_reader.final_models(runs["torchrun"]) == run_reader.final_models(runs["config"])
-    kinds = [(launch["distributed_type"], launch["num_processes"]) for launch in run_reader.launches(runs["torchrun"])]
-    assert kinds == [("FSDP", 2)]
+    launcher.python(*torchrun, f"{run_many.FILE}.py", *run_many.words("recipes", [*flags, "--output_dir", folder]))
+    assert run_reader.final_models(folder) == expected
+    (launch,) = run_reader.launches(folder)
+    assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 2)

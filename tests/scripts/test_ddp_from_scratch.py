@@ -1,7 +1,5 @@
 """Data parallelism by hand ends with DDP's weights, and DDP with those of one process."""
 
-import sys
-
 import pytest
 import run_reader
 import torch
@@ -9,28 +7,20 @@ import torch.distributed as dist
 
 from scripts.from_scratch import ddp
 
+SCRIPT = "from_scratch/ddp"
 FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
 SYNCHRONOUS = ["ddp", "one_by_one", "reduce_broadcast", "flat_copy", "bucketed", "ring"]
 
 
-def run_here(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["ddp.py", *map(str, flags)])
-    try:
-        ddp.main()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, small_mnist, tmp_path, monkeypatch):
+def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, small_mnist):
     """The last step of an epoch has 3 of 1003 images."""
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500]
-    launcher("cpu_ddp", *flags, "--output_dir", "run", script="from_scratch/ddp")
+    launcher("cpu_ddp", *flags, "--output_dir", "run", script=SCRIPT)
     record = run_reader.record(launcher.folder / "run")
     result = record["results"]
-    run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags, "--delay", 0)
-    one = run_reader.record(tmp_path / "one")["results"]
+    launcher("cpu_ddp", *flags, "--output_dir", "one", "--delay", 0, script=SCRIPT, launch_flags=["--num_processes", 1])
+    one = run_reader.record(launcher.folder / "one")["results"]
     for name in SYNCHRONOUS:
         assert result[name]["difference_to_ddp"] < 1e-12, name
         assert result[name]["loss"] == pytest.approx(one["ddp"]["loss"], rel=1e-12)
