@@ -200,8 +200,7 @@ class Launcher:
         return self.checked(subprocess.CompletedProcess(process.args, process.returncode, out, err), check)
 
     def checked(self, done, check=True) -> subprocess.CompletedProcess:
-        if check:
-            assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0 or not check, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done
 
     def end(self):

@@ -58,6 +58,13 @@ def test_every_import_is_in_requirements_or_the_standard_library(folders):
             assert {distribution(name) for name in imported(path) - OWN} <= available, path
 
 
+def test_the_program_in_plain_accelerate_is_short_and_imports_nothing_of_this_project():
+    """tests/seam/ proves it."""
+    program = ROOT / "examples" / "plain_accelerate.py"
+    assert len(program.read_text().splitlines()) <= 70
+    assert imported(program) == {"torch", "torchvision", "accelerate", "datasets"}
+
+
 def test_every_requirement_is_imported_or_a_program():
     packages = set().union(*map(imported, FILES))
     named = {distribution(requirement.name) for requirement in of_tests()}

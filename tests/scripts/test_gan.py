@@ -1,7 +1,6 @@
 """Accumulation with two models: what guides/two_models.md says of the wrong and the right loop."""
 
 import copy
-import re
 import textwrap
 
 import pytest
@@ -14,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from examples import gan
+from tests.docs.pages import blocks, guide
 from utils.loader import Batch, GlobalLoader
 
-TEXT = (ROOT / "guides" / "two_models.md").read_text()
-WRONG, RIGHT = re.findall(r"```python\n# (?:wrong|right)\n(.*?)```", TEXT, re.S)
+WRONG, RIGHT = (block.partition("\n")[2] for block in blocks(guide("two_models"), "python"))
 UPDATES, BATCH = 3, 8
 
 

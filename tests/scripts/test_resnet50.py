@@ -16,20 +16,16 @@ import safetensors.torch
 import torch
 import torchvision
 from conftest import ROOT
-from fakes import fake_accelerator
 from PIL import Image
 from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines
 from small_resnets import use_4_blocks
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from scripts import resnet50
 from utils.accelerator import TrainingAccelerator
 from utils.data.image_files import ImageFiles
 from utils.data.images import load_splits
-from utils.loader import GlobalLoader
-from utils.metrics import Metrics
 from utils.pretrained import load_pretrained
 
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
@@ -71,20 +67,6 @@ def test_images_are_normalized_as_for_torchvisions_weights():
         before = given.clone()
         torch.testing.assert_close(resnet50.normalize(given), normalized, rtol=1e-5, atol=1e-5)
         assert torch.equal(given, before)
-
-
-def test_a_label_is_in_the_top_5_with_4_larger_logits_and_not_with_5():
-    class Logits(nn.Module):
-        def forward(self, images):
-            return torch.arange(10.0).expand(len(images), 10)
-
-    run = SimpleNamespace(accelerator=fake_accelerator(), new_metrics=lambda: Metrics(run.accelerator))
-    run.accelerator.autocast = contextlib.nullcontext
-    run.test_batches = iter
-    images, labels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([9, 5, 4, 0])
-    loader = GlobalLoader(TensorDataset(images, labels), 4, run.accelerator)
-    tested = resnet50.evaluate(Logits(), loader, run)
-    assert (tested["accuracy"], tested["top5_accuracy"]) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
