@@ -112,6 +112,12 @@ def test_a_new_result_stays_with_the_others_of_its_machine_alone():
         assert list(run.merge(old, "resnet50", facts | other)) == ["resnet50"]
 
 
+def test_workers_take_the_flags_of_their_benchmark_and_their_own_last(monkeypatch):
+    monkeypatch.setattr(common, "launch", lambda config, file, _, out, *flags: out.write_text(json.dumps(flags)))
+    monkeypatch.setattr("sys.argv", ["a.py", "--rounds", "1"])
+    assert common.launch_workers("cpu", "a.py", "--steps", 2) == ["--rounds", "1", "--steps", 2]
+
+
 def test_ways_take_turns_in_both_orders():
     called = []
     ways = {way: lambda way=way: called.append(way) or len(called) for way in "ab"}

@@ -28,12 +28,6 @@ def test_processes_that_are_launched_or_spawned_find_each_other(launcher, tmp_pa
             assert f"rank {rank} of 2: the ranks add up to 1" in text
 
 
-def make_data(count=997):
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return images, torch.randint(4, (count,), generator=generator)
-
-
 def test_parts_have_each_sample_once_whatever_was_rounded():
     parts = tutorial.DataPartitioner(997).parts
     assert [len(part) for part in parts] == [699, 199, 99]
@@ -51,7 +45,8 @@ def test_parts_have_each_sample_once_whatever_was_rounded():
 )
 def test_unequal_parts_need_weights(threads, fractions, weighted, is_right):
     """Only with weights are the steps those of one process with the batches of all processes."""
-    images, labels = make_data(960)  # 20 batches of equal parts
+    torch.manual_seed(3)
+    images, labels = torch.randn(960, 6, dtype=torch.float64), torch.randint(4, (960,))  # 20 batches of equal parts
     models = [torch.nn.Linear(6, 4).double() for _ in fractions]  # all differ: rank 0's counts
     expected = torch.nn.Linear(6, 4).double()
     expected.load_state_dict(models[0].state_dict())
