@@ -49,10 +49,17 @@ def make_parser(doc: str, rounds: int | None = None, dataset: bool = False) -> a
 
 
 def main(args: argparse.Namespace, measure: Callable, report: Callable, worker: Callable | None = None) -> None:
-    """Measure and print the report; in a process started by `launch_workers`, run `worker`."""
+    """Measure and print the report.
+
+    A process started by `launch_workers` runs `worker` and ends; the main process writes what that returned.
+    """
     if args.worker:
-        finish_worker(args.worker, worker(args))
-        return
+        measured = worker(args)
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            Path(args.worker).write_text(json.dumps(measured))
+        sys.stdout.flush()
+        # The interpreter's end would abort if a thread of gloo still frees tensors of the last collective.
+        os._exit(0)
     measured = json.loads(json.dumps(measure(args)))  # as it will be read back
     if args.json:
         args.json.write_text(json.dumps(measured))
@@ -91,10 +98,6 @@ def table(columns: dict[str, str], rows: list) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def medians(values: dict[str, list[float]]) -> dict[str, float]:
-    return {way: statistics.median(each) for way, each in values.items()}
-
-
 def compare(group: str, groups, unit: str, base: str, format: str) -> str:
     """A table of the ways of each group: median, range and ratio to its first way, which is called `base`.
 
@@ -105,8 +108,9 @@ def compare(group: str, groups, unit: str, base: str, format: str) -> str:
     columns = {group: "{}", "way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
     rows = []
     for name, values in groups:
-        first, *_ = middles = list(medians(values).values())
-        for (way, numbers), median in zip(values.items(), middles, strict=True):
+        first = statistics.median(next(iter(values.values())))
+        for way, numbers in values.items():
+            median = statistics.median(numbers)
             rows.append([name, way, median, min(numbers), max(numbers), median / first])
     return table(columns, rows)
 
@@ -148,10 +152,10 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
         if is_main:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         if "--synthetic" in flags:  # not a flag of the script
-            from benchmarks.synthetic import synthetic_images
+            from benchmarks import synthetic
 
             flags = [flag for flag in flags if flag != "--synthetic"]
-            stack.enter_context(synthetic_images())
+            stack.enter_context(mock.patch.object(script, "load_data", synthetic.load_data))
         argv = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(contextlib.redirect_stdout(printed))
@@ -198,20 +202,11 @@ def launch_script(config: str, script: str, *flags, **options) -> tuple[dict, li
 
 
 def launch_workers(config: str, file: Path | str, *flags, **options):
-    """Launch `file` with --worker OUT and `flags`; returns what its main process wrote to OUT."""
+    """Launch `file` with --worker OUT, the flags of this process and `flags`; returns what its main process wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        launch(config, file, "--worker", out, *flags, **options)
+        launch(config, file, "--worker", out, *sys.argv[1:], *flags, **options)
         return json.loads(out.read_text())
-
-
-def finish_worker(out: str, measured) -> None:
-    """End this process, started by `launch_workers`; the main process writes `measured` to `out` first."""
-    if not distributed.is_initialized() or distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(measured))
-    sys.stdout.flush()
-    # The interpreter's end would abort if a thread of gloo still frees tensors of the last collective.
-    os._exit(0)
 
 
 def machine() -> dict[str, str]:

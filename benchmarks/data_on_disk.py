@@ -19,11 +19,12 @@ import sys
 import tarfile
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,17 +44,9 @@ def parse_args():
     return parser.parse_args()
 
 
-class Files(Dataset):
-    """Files in a folder, as torchvision's ImageFolder reads them, not decoded."""
-
-    def __init__(self, paths: list[Path]):
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> int:
-        return len(self.paths[index].read_bytes())
+def sizes_of(paths: list[Path]) -> list[int]:
+    """Of files, which are read one after the other, as torchvision's ImageFolder does, and not decoded."""
+    return [len(path.read_bytes()) for path in paths]
 
 
 def size_of(sample: dict) -> int:
@@ -90,15 +83,14 @@ def read_all(loader, count: int, cold: list[Path] = ()) -> float:
     return count / seconds / 1000
 
 
-def loader_of(dataset: Dataset) -> DataLoader:
-    return DataLoader(dataset, 64, sampler=torch.randperm(len(dataset)).tolist(), num_workers=WORKERS)
+def loader_of(dataset, collate=None) -> DataLoader:
+    order = torch.randperm(len(dataset)).tolist()
+    return DataLoader(dataset, 64, sampler=order, num_workers=WORKERS, collate_fn=collate)
 
 
-def webdataset_loader(tars: list[Path]) -> DataLoader | None:
-    try:
-        import webdataset
-    except ModuleNotFoundError:
-        return None
+def webdataset_loader(tars: list[Path]) -> DataLoader:
+    import webdataset
+
     # empty_check=False: a worker may have no file.
     samples = webdataset.WebDataset([*map(str, tars)], shardshuffle=len(tars), empty_check=False)
     return DataLoader(samples.shuffle(1000).map(size_of), 64, num_workers=WORKERS)
@@ -106,20 +98,14 @@ def webdataset_loader(tars: list[Path]) -> DataLoader | None:
 
 def images(args, folder: Path) -> dict[str, dict]:
     files, tars = write_images(folder, args.images)
-    dataset = TarFiles(tars, size_of, cache_dir=str(folder))
-    loaders = {
-        "files": loader_of(Files(files)),
-        "webdataset": webdataset_loader(tars),
-        "TarFiles": loader_of(dataset),
-    }
-    loaders = {way: loader for way, loader in loaders.items() if loader is not None}
-    of_files = {way: files if way == "files" else tars for way in loaders}
-    measured = {}
-    for state in ("cold", "warm"):
-        cold = of_files if state == "cold" else dict.fromkeys(of_files, ())
-        ways = {way: functools.partial(read_all, loaders[way], args.images, cold[way]) for way in loaders}
-        measured[f"images, {state}"] = common.take_turns(ways, args.rounds)
-    return measured
+    loaders = {"files": (loader_of(files, sizes_of), files)}
+    if find_spec("webdataset"):
+        loaders["webdataset"] = webdataset_loader(tars), tars
+    loaders["TarFiles"] = loader_of(TarFiles(tars, size_of, cache_dir=str(folder))), tars
+    ways = {way: functools.partial(read_all, loader, args.images) for way, (loader, _) in loaders.items()}
+    cold = {way: functools.partial(ways[way], paths) for way, (_, paths) in loaders.items()}
+    each = {"images, cold": cold, "images, warm": ways}
+    return {part: common.take_turns(ways, args.rounds) for part, ways in each.items()}
 
 
 def stdlib_texts() -> list[str]:

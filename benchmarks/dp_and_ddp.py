@@ -89,7 +89,7 @@ def worker(args) -> float:
 def measure(args) -> dict[str, list[float]]:
     batches = make_batches(args.steps + 1)
     ways = {way: lambda way=way: time_way(way, batches) for way in (ONE, *WAYS)}
-    ways[DDP] = lambda: common.launch_workers("cpu_ddp", __file__, "--steps", args.steps)
+    ways[DDP] = lambda: common.launch_workers("cpu_ddp", __file__)
     with common.threads(1):
         return common.take_turns(ways, args.rounds)
 

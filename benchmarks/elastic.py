@@ -39,21 +39,21 @@ def parse_args():
     return parser.parse_args()
 
 
-def wait(done, what: str, timeout_s: float = 120) -> None:
-    """Wait until `done()` holds."""
+def wait(find, what: str, timeout_s: float = 120):
+    """What `find()` returns as soon as that is true."""
     end = time.monotonic() + timeout_s
-    while not done():
+    while not (found := find()):
         if time.monotonic() > end:
             raise TimeoutError(f"{what} did not come in {timeout_s} s")
         time.sleep(0.02)
+    return found
 
 
 class Agents:
     """torchrun once per machine; any machine can be lost, since the rendezvous is a file. They print to stderr."""
 
     def __init__(self, machines: int, folder: Path, flags: list):
-        self.machines, self.folder, self.flags = machines, folder, flags
-        self.running = {}
+        self.machines, self.folder, self.flags, self.running = machines, folder, flags, {}
 
     def __enter__(self):
         self.folder.mkdir(exist_ok=True)
@@ -84,41 +84,30 @@ class Agents:
                 process.kill()
         agent.wait()
 
-    def launches(self) -> list[dict]:
+    def trained(self, at_least: int = 1) -> tuple[int, int] | None:
+        """The last step that was logged, and the first one of the newest launch, if that launch is of all that run, and
+        has trained so far."""
         try:
-            return json.loads((self.folder / "run" / "run.json").read_text())["launches"]
-        except (OSError, ValueError):  # not there yet
-            return []
-
-    def step(self) -> int:
-        """The last step that was logged."""
-        try:
-            lines = (self.folder / "run" / "metrics.jsonl").read_bytes().splitlines()
-            return json.loads(lines[-1])["step"] if lines else 0
-        except (OSError, ValueError):
-            return 0
-
-    def trains_with(self, machines: int) -> bool:
-        """Whether the newest launch has this world size, and has logged a step."""
-        launches = self.launches()
-        return bool(launches) and launches[-1]["num_processes"] == machines and self.step() > launches[-1]["from_step"]
+            launch = json.loads((self.folder / "run" / "run.json").read_text())["launches"][-1]
+            step = json.loads((self.folder / "run" / "metrics.jsonl").read_bytes().splitlines()[-1])["step"]
+        except (OSError, ValueError, IndexError):  # not there yet
+            return None
+        is_new = launch["num_processes"] == len(self.running) and step > launch["from_step"]
+        return (step, launch["from_step"]) if is_new and step >= at_least else None
 
 
 def disturb(agents: Agents, events: int, steps_between: int) -> list[list]:
     """Lose a machine, let it come back, lose the next one, and so on, while training goes on; a row per event."""
-    wait(lambda: agents.trains_with(agents.machines), "the first step")
     rows = []
     for event in range(events):
         kind, machine = ("lost", "back")[event % 2], event // 2 % agents.machines
-        wait(lambda at=(event + 1) * steps_between: agents.step() >= at, "the next event's step")
-        began, step = time.monotonic(), agents.step()
+        step, _ = wait(lambda at=(event + 1) * steps_between: agents.trained(at), "the next event's step")
+        began = time.monotonic()
         agents.kill(machine) if kind == "lost" else agents.start(machine)
-        size = len(agents.running)
-        wait(lambda size=size: agents.trains_with(size), f"a step on {size} machines")
-        again = max(0, step - agents.launches()[-1]["from_step"])
-        rows.append([kind, machine + 1, step, size, round(time.monotonic() - began, 1), again])
-    after = agents.launches()[-1]["from_step"] + 100
-    wait(lambda: agents.step() > after, "a checkpoint after the last event")
+        _, resumed = wait(agents.trained, "a step after an event")
+        seconds = round(time.monotonic() - began, 1)
+        rows.append([kind, machine + 1, step, len(agents.running), seconds, max(0, step - resumed)])
+    wait(lambda: agents.trained(resumed + 101), "a checkpoint after the last event")
     return rows
 
 

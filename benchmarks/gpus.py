@@ -65,17 +65,17 @@ def resnet50(args, batch_size: int) -> tuple[dict, float]:
     return summary, rate(lines)
 
 
-def plain_loop(args) -> float:
-    """Images/s of a loop with autocast and, in fp16, a scaler."""
-    size, device = sizes(args.stand_ins), common.device()
+def plain_loop(batch_size: int, pixels: int, steps: int, untimed: int, precision: str = "no") -> float:
+    """Images/s of a loop as in blog posts, with autocast and, in fp16, a scaler; the first steps are not timed."""
+    device = common.device()
     model = torchvision.models.resnet50().to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    images = torch.randn(size.images, 3, size.pixels, size.pixels, device=device)
-    labels = torch.randint(1000, (size.images,), device=device)
-    for step in range(size.steps):
-        if step == size.steps // 2:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    images = torch.randn(batch_size, 3, pixels, pixels, device=device)
+    labels = torch.randint(1000, (batch_size,), device=device)
+    for step in range(steps):
+        if step == untimed:
             images[0, 0, 0, 0].item()  # waits for the steps before
             began = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -85,7 +85,7 @@ def plain_loop(args) -> float:
         scaler.update()
         optimizer.zero_grad()
     loss.item()  # a GPU is done only now
-    return size.images * (size.steps - size.steps // 2) / (time.perf_counter() - began)
+    return batch_size * (steps - untimed) / (time.perf_counter() - began)
 
 
 def transformer(args) -> dict:
@@ -103,11 +103,11 @@ def transformer(args) -> dict:
 
 
 def worker(args):
+    size = sizes(args.stand_ins)
     if args.job == "plain loop":
-        return plain_loop(args)
+        return plain_loop(size.images, size.pixels, size.steps, size.steps // 2, args.precision)
     if args.job == "transformer":
         return transformer(args)
-    size = sizes(args.stand_ins)
     if args.job == "resnet50":
         summary, images_per_s = resnet50(args, size.images)
         return {"images_per_s": images_per_s} | {k: summary[k] for k in ("checkpoint_time_s", "peak_memory_gib")}
@@ -130,7 +130,7 @@ def measure(args) -> dict:
 
     def run(config: str, job: str, precision: str = "no"):
         print(f"{job}, {config}.yaml, {precision}", file=sys.stderr, flush=True)
-        flags = ["--job", job, "--precision", precision] + ["--stand_ins"] * args.stand_ins
+        flags = ["--job", job, "--precision", precision]
         launch_flags = ["--mixed_precision", precision] if precision != "no" else []
         timeout_s = 3600 if args.stand_ins else 600  # a laptop may be busy
         return common.launch_workers(config, __file__, *flags, launch_flags=launch_flags, timeout_s=timeout_s)

@@ -14,7 +14,6 @@ All-reduces are those of gradients in the epoch, counted in DDP's communication 
 one process in float64; and the peak memory of a process in two steps of 16384 images, libraries included.
 """
 
-import contextlib
 import functools
 import sys
 import tempfile
@@ -26,13 +25,13 @@ import torch
 from accelerate import Accelerator
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
-from utils.accelerator import TrainingAccelerator
 from utils.data.images import load_images
 from utils.sampler import GlobalSampler
 
@@ -61,23 +60,19 @@ class Recorder:
                 super().__init__(*args, **options)
                 self.register_comm_hook(None, recorder.all_reduce)
 
-        def recording(clip):
-            def record_and_clip(accelerator, parameters, *norms):
-                self.parameters = list(parameters)
-                self.gradients.append(flat(parameter.grad for parameter in self.parameters))
-                return clip(accelerator, self.parameters, *norms)
-
-            return record_and_clip
-
-        self.patches = contextlib.ExitStack()
-        self.patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", CountingDDP))
-        for kind in (Accelerator, TrainingAccelerator):
-            recorded = recording(kind.clip_grad_norm_)
-            self.patches.enter_context(mock.patch.object(kind, "clip_grad_norm_", recorded))
+        self.ddp = mock.patch.object(torch.nn.parallel, "DistributedDataParallel", CountingDDP)
+        self.ddp.start()
+        self.hook = register_optimizer_step_pre_hook(self.record)
         return self
 
     def __exit__(self, *_):
-        self.patches.close()
+        self.hook.remove()
+        self.ddp.stop()
+
+    def record(self, optimizer, args, kwargs):
+        """torch calls it before each step of an optimizer."""
+        self.parameters = optimizer.param_groups[0]["params"]
+        self.gradients.append(flat(parameter.grad for parameter in self.parameters))
 
     def all_reduce(self, group, bucket):
         """DDP calls it for each bucket of gradients, in place of its own all-reduce; before training, with zeros."""
@@ -119,23 +114,22 @@ def naive(data, variable_length: bool, k: int) -> None:
     for i, batch in enumerate(loader):
         accelerator.backward(mean_loss(model, batch) / k)
         if (i + 1) % k == 0 or i + 1 == len(loader):
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
 
 def ours(dataset: str, variable_length: bool, k: int, norm: str = "none") -> None:
-    flags = ["--dataset", dataset, "--batch_size", BATCH, "--num_epochs", 1, "--lr", 0, "--norm", norm]
-    flags += ["--gradient_accumulation_steps", k, *["--variable_length"] * variable_length]
+    flags = ["--dataset", dataset, "--batch_size", BATCH, "--num_epochs", 1, "--lr", 0, "--max_grad_norm", 0]
+    flags += ["--norm", norm, "--gradient_accumulation_steps", k, *["--variable_length"] * variable_length]
     common.run_script("gradient_accumulation", *flags)
 
 
 def worker(args) -> dict:
     """By way, kind of loss, type of numbers and k: largest difference in full steps, in the last step, all-reduces."""
-    data, _ = load_images(args.dataset)
-    order, _ = GlobalSampler(len(data), BATCH, seed=0).items(epoch=0)
-    epoch = Subset(data, order.tolist())
-    batches = [data[rows] for rows in order.split(BATCH)]
+    images, _ = load_images(args.dataset)
+    order, _ = GlobalSampler(len(images), BATCH, seed=0).items(epoch=0)
+    epoch = Subset(images, order.tolist())
+    batches = [images[rows] for rows in order.split(BATCH)]
 
     def look(train, dtype: str, variable_length: bool = False, norm: str = "none") -> list:
         torch.set_default_dtype(getattr(torch, dtype))
@@ -149,12 +143,10 @@ def worker(args) -> dict:
     for variable_length in (False, True):
         for k in args.steps:
             for dtype in ("float64", "float32"):
-                ways = {
-                    "ours": functools.partial(ours, args.dataset, variable_length, k),
-                    "naive": functools.partial(naive, epoch, variable_length, k),
-                }
-                found = {way: look(train, dtype, variable_length) for way, train in ways.items()}
-                gradients.append({"variable_length": variable_length, "k": k, "dtype": dtype} | found)
+                row = {"variable_length": variable_length, "k": k, "dtype": dtype}
+                for way, train, data in (("ours", ours, args.dataset), ("naive", naive, epoch)):
+                    row[way] = look(functools.partial(train, data, variable_length, k), dtype, variable_length)
+                gradients.append(row)
     if not distributed.is_initialized():
         for norm in ("batch", "layer"):
             norms[norm] = {

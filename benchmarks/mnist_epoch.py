@@ -116,9 +116,8 @@ def worker(args) -> dict[str, list[float]]:
 
 
 def measure(args) -> dict:
-    flags = ["--rounds", args.rounds, "--dataset", args.dataset]
     configs = {"1 process": "cpu", "2 processes": "cpu_ddp"}
-    return {on: common.launch_workers(config, __file__, *flags) for on, config in configs.items()}
+    return {on: common.launch_workers(config, __file__) for on, config in configs.items()}
 
 
 def report(measured) -> list[str]:

@@ -26,7 +26,7 @@ from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel import pipeline
 
-STAGES = 2
+STAGES, CPU = 2, torch.device("cpu")
 
 
 def parse_args():
@@ -35,48 +35,6 @@ def parse_args():
     add("--batch_size", type=common.positive_int, default=64, help="%(default)s")
     add("--microbatches", type=int, nargs="+", default=[1, 4, 8])
     return parser.parse_args()
-
-
-def worker(args) -> list[list]:
-    """What each of the two processes does.
-
-    The first one alone runs a step of the whole model, then both run one of the pipeline, and so on. Returns, for each
-    number of micro-batches: that number, images/s unsplit and split, and the fraction of a step in which each stage is
-    idle.
-    """
-    accelerator = TrainingAccelerator(cpu=True)
-    torch.set_num_threads(1)
-    data = TensorDataset(
-        torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8), torch.arange(args.batch_size)
-    )
-    rows = []
-    for m in args.microbatches:
-        seconds, idle = time_steps(accelerator, make_ways(accelerator, data, m), data, m, args.rounds)
-        rates = [args.batch_size / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
-        rows.append([m, *rates, gather_object([statistics.median(idle[1:])])])
-    return rows
-
-
-def balanced_stages(resnet, images: torch.Tensor) -> tuple[list, list]:
-    """The blocks of each stage, as even as they can be, and examples of what goes into and comes out of the stages.
-
-    Args:
-        images: a micro-batch, uint8 (N, 3, H, W).
-    """
-    blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = pipeline.measure_blocks(blocks, images)
-    stages = pipeline.balance_stages(costs, STAGES)
-    return stages, [images.to("meta"), *(costs[names[-1]].output for names in stages)]
-
-
-def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
-    """By way: the model, or the part of it that this process has, and the pipeline that runs it."""
-    cpu = torch.device("cpu")
-    resnet, images = model_split.make_resnet(1000), data.tensors[0]
-    stages, examples = balanced_stages(resnet, images[: len(data) // m])
-    whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
-    part, pipe, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
-    return {"unsplit": (whole, pipeline.OneProcess([whole], [cpu], 1)), "split": (part, pipe)}
 
 
 class RecordedStage(pipeline.PipelineStage):
@@ -98,42 +56,76 @@ class RecordedStage(pipeline.PipelineStage):
         return result
 
 
+class Steps:
+    """Steps of ResNet-50 with random images of 64 x 64 pixels in `m` micro-batches, on one thread of each process."""
+
+    def __init__(self, accelerator, batch_size: int, m: int):
+        torch.set_num_threads(1)
+        pipeline.PipelineStage = RecordedStage
+        images = torch.randint(256, (batch_size, 3, 64, 64), dtype=torch.uint8)
+        data, options = TensorDataset(images, torch.arange(batch_size)), {"shard": (0, 1), "accumulation": m}
+        self.batches = list(GlobalLoader(data, len(data), accelerator, seed=0, name=f"{m}", **options))
+        self.images = [batch.data[0] for batch in self.batches]
+        self.accelerator, self.resnet = accelerator, model_split.make_resnet(1000)
+
+    def pipelines(self, *schedules: str) -> dict[str, tuple]:
+        """By schedule: the part of a copy of the model that this process has, and the pipeline that runs it. The stages
+        are as even as they can be. Collective."""
+        blocks = {name: model_split.Stage(self.resnet, [name]) for name in model_split.BLOCKS}
+        costs = pipeline.measure_blocks(blocks, self.images[0])
+        stages = pipeline.balance_stages(costs, STAGES)
+        examples = [self.images[0].to("meta"), *(costs[names[-1]].output for names in stages)]
+        made = {}
+        for schedule in schedules:
+            split = (copy.deepcopy(self.resnet), stages, examples, schedule, STAGES, self.accelerator, [CPU])
+            made[schedule] = model_split.make_pipeline(*split)[:2]
+        return made
+
+    def run(self, pipe) -> list[list]:
+        """The spans of this process in a step."""
+        RecordedStage.spans = []
+        pipe.run(self.images, self.batches, model_split.make_loss_fn(Metrics(self.accelerator).add))
+        return RecordedStage.spans
+
+
 def busy_s(spans: list[list]) -> float:
     """Seconds in which a stage computes."""
     return sum(end - start for *_, start, end in spans)
 
 
-def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> tuple[dict[str, list], list]:
-    """Seconds of each step, by way, and for which part of it this stage is idle; the first step is for warm-up."""
-    pipeline.PipelineStage = RecordedStage
-    optimizers = {}
-    for way, (model, _) in ways.items():
-        optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    loader = GlobalLoader(data, len(data), accelerator, seed=0, name=f"{m}", shard=(0, 1), accumulation=m)
-    batches = list(loader)
-    images = [batch.data[0] for batch in batches]
-    seconds = {way: [] for way in ways}
-    idle = []
-    for _ in range(rounds + 1):
-        for way, (_, pipe) in ways.items():
-            loss_fn = model_split.make_loss_fn(Metrics(accelerator).add)
-            accelerator.wait_for_everyone()
-            began = time.perf_counter()
-            if way == "split" or accelerator.is_main_process:
-                RecordedStage.spans = []
-                pipe.run(images, batches, loss_fn)
-                if way == "split":
-                    idle.append(1 - busy_s(RecordedStage.spans) / (time.perf_counter() - began))
-                optimizers[way].step()
-                optimizers[way].zero_grad()
-            accelerator.wait_for_everyone()
-            seconds[way].append(time.perf_counter() - began)
-    return seconds, idle
+def worker(args) -> list[list]:
+    """What each of the two processes does.
+
+    The first one alone runs a step of the whole model, then both run one of the pipeline, and so on; the first step is
+    for warm-up. Returns, for each number of micro-batches: that number, images/s unsplit and split, and the fraction of
+    a step in which each stage is idle.
+    """
+    accelerator, rows = TrainingAccelerator(cpu=True), []
+    for m in args.microbatches:
+        steps = Steps(accelerator, args.batch_size, m)
+        whole = model_split.Stage(steps.resnet, model_split.BLOCKS)
+        ways = {"unsplit": (whole, pipeline.OneProcess([whole], [CPU], 1)), **steps.pipelines("1f1b")}
+        adamw = {way: torch.optim.AdamW(model.parameters(), 1e-4, fused=True) for way, (model, _) in ways.items()}
+        seconds, idle = {way: [] for way in ways}, []
+        for _ in range(args.rounds + 1):
+            for way, (_, pipe) in ways.items():
+                accelerator.wait_for_everyone()
+                began = time.perf_counter()
+                if way == "1f1b" or accelerator.is_main_process:
+                    spans = steps.run(pipe)
+                    if way == "1f1b":
+                        idle.append(1 - busy_s(spans) / (time.perf_counter() - began))
+                    adamw[way].step()
+                    adamw[way].zero_grad()
+                accelerator.wait_for_everyone()
+                seconds[way].append(time.perf_counter() - began)
+        rates = [args.batch_size / statistics.median(each[1:]) for each in seconds.values()]
+        rows.append([m, *rates, gather_object([statistics.median(idle[1:])])])
+    return rows
 
 
 def measure(args) -> list[list]:
-    flags = ["--rounds", args.rounds, "--batch_size", args.batch_size, "--microbatches", *args.microbatches]
-    return common.launch_workers("cpu_ddp", __file__, *flags)
+    return common.launch_workers("cpu_ddp", __file__)
 
 
 def report(measured) -> list[str]:

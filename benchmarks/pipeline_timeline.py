@@ -7,25 +7,18 @@ fastest of the timed steps of each schedule. `naive` sends a micro-batch through
 stage works at a time; 1F1B fills both. In theory a stage is idle for 1/2 and 1/5 of the step.
 """
 
-import copy
 import sys
 from pathlib import Path
 
-import torch
 from accelerate.utils import gather_object
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.model_split import STAGES, RecordedStage, balanced_stages, busy_s
-from scripts import model_split
+from benchmarks.model_split import STAGES, Steps, busy_s
 from utils.accelerator import TrainingAccelerator
-from utils.loader import GlobalLoader
-from utils.metrics import Metrics
-from utils.parallel import pipeline
 
 PICTURE = common.ROOT / "guides" / "pipeline.png"
 MICRO_BATCHES = 4
@@ -41,28 +34,15 @@ def parse_args():
 
 def worker(args) -> dict[str, list]:
     """By schedule, the spans of each stage."""
-    accelerator = TrainingAccelerator(cpu=True)
-    torch.set_num_threads(1)
-    pipeline.PipelineStage = RecordedStage
-    images = torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8)
-    data = TensorDataset(images, torch.arange(args.batch_size))
-    batches = list(GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=MICRO_BATCHES))
-    inputs = [batch.data[0] for batch in batches]
-    resnet = model_split.make_resnet(1000)
-    stages, examples = balanced_stages(resnet, inputs[0])
-    devices, fastest = [torch.device("cpu")], {}
-    for schedule in IN_THEORY:
-        part, pipe, _ = model_split.make_pipeline(
-            copy.deepcopy(resnet), stages, examples, schedule, STAGES, accelerator, devices
-        )
-        steps = []
+    accelerator, fastest = TrainingAccelerator(cpu=True), {}
+    steps = Steps(accelerator, args.batch_size, MICRO_BATCHES)
+    for schedule, (part, pipe) in steps.pipelines(*IN_THEORY).items():
+        timed = []
         for _ in range(args.rounds + 1):
             accelerator.wait_for_everyone()
-            RecordedStage.spans = []
-            pipe.run(inputs, batches, model_split.make_loss_fn(Metrics(accelerator).add))
-            steps.append(gather_object([RecordedStage.spans]))
+            timed.append(gather_object([steps.run(pipe)]))
             part.zero_grad()
-        fastest[schedule] = min(steps[1:], key=length_s)  # the first one is for warm-up
+        fastest[schedule] = min(timed[1:], key=length_s)  # the first one is for warm-up
     return fastest
 
 
@@ -81,7 +61,7 @@ def idle(step: list[list]) -> list[float]:
 
 
 def measure(args) -> dict[str, list]:
-    return common.launch_workers("cpu_ddp", __file__, "--rounds", args.rounds, "--batch_size", args.batch_size)
+    return common.launch_workers("cpu_ddp", __file__)
 
 
 def report(measured) -> list[str]:

@@ -23,6 +23,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.transforms import ConvertImageDtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -74,15 +75,8 @@ def post(args) -> dict:
     return {"steps": args.num_epochs * len(train_loader), "accuracy": correct / len(test_data)}
 
 
-class Unit(nn.Module):
-    """Pixels from 0 to 1, as `load` makes them."""
-
-    def forward(self, images):
-        return images / 255
-
-
 def make_model_of_bytes(*sizes) -> nn.Module:
-    return nn.Sequential(Unit(), make_model()[0])
+    return nn.Sequential(ConvertImageDtype(torch.float32), make_model()[0])
 
 
 def ours(args) -> dict:
@@ -111,9 +105,7 @@ def measure(args) -> list:
     rows = []
     for program, processes, batch_size in runs:
         print(f"{program}, {processes} at once", file=sys.stderr, flush=True)
-        flags = ["--dataset", args.dataset, "--num_epochs", args.num_epochs, "--batch_size", batch_size]
-        flags += ["--program", program]
-        launch_flags = ["--num_processes", processes]
+        flags, launch_flags = ["--batch_size", batch_size, "--program", program], ["--num_processes", processes]
         result = common.launch_workers("cpu_ddp", __file__, *flags, launch_flags=launch_flags)
         difference = None
         if processes == 1:

@@ -33,7 +33,7 @@ from torchvision import transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common
+from benchmarks import common, gpus
 
 SIZE = 64  # pixels
 PHOTOS = {(500, 375): 96, (2000, 1500): 24}  # width and height of the files, and how many
@@ -60,27 +60,9 @@ def rate(lines: list[dict]) -> float:
     return statistics.harmonic_mean([line["samples_per_s"] for line in lines if line["split"] == "train"][1:])
 
 
-def plain_loop(batch_size: int, steps: int) -> float:
-    """Images/s of the loop in a blog post."""
-    device = common.device()
-    model = torchvision.models.resnet50().to(device)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    images, labels = torch.randn(batch_size, 3, SIZE, SIZE), torch.randint(1000, (batch_size,))
-    for step in range(steps):
-        if step == 2:
-            began = time.perf_counter()
-        loss = criterion(model(images.to(device)), labels.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    loss.item()  # a GPU is done only now
-    return (steps - 2) * batch_size / (time.perf_counter() - began)
-
-
 def train(args) -> dict[str, list[float]]:
     ways = {
-        "plain loop": functools.partial(plain_loop, args.batch_size, args.steps),
+        "plain loop": functools.partial(gpus.plain_loop, args.batch_size, SIZE, args.steps, untimed=2),
         "resnet50.py": lambda: rate(common.run_script("resnet50", *script_flags(args.batch_size, args.steps))[1]),
     }
     return common.take_turns(ways, args.rounds)
@@ -94,10 +76,9 @@ def worker(args) -> float:
 
 
 def scaling(args) -> dict[str, list[float]]:
-    flags = ["--steps", args.steps, "--images", args.images]
     ways = {
-        "1 process": functools.partial(common.launch_workers, "cpu", __file__, *flags),
-        "2 processes": functools.partial(common.launch_workers, "cpu_ddp", __file__, *flags),
+        "1 process": functools.partial(common.launch_workers, "cpu", __file__),
+        "2 processes": functools.partial(common.launch_workers, "cpu_ddp", __file__),
     }
     return common.take_turns(ways, args.rounds)
 

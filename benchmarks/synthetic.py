@@ -1,13 +1,8 @@
 """Random images for scripts/resnet50.py: reading and copying cost nothing, so the speed of training is measured."""
 
-import contextlib
-from unittest import mock
-
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset
-
-from scripts import resnet50
 
 IMAGENET_SIZE = 1_281_167  # training images
 
@@ -53,14 +48,8 @@ class SyntheticImages(Dataset):
 
 
 def load_data(args):
+    """In the place of the function of scripts/resnet50.py."""
     args.num_workers = 0  # the images are on the device
     device = PartialState().device
     train_data = SyntheticImages(IMAGENET_SIZE, args.image_size, device)
     return train_data, SyntheticImages(128, args.eval_size, device), {"dataset": "synthetic"}
-
-
-@contextlib.contextmanager
-def synthetic_images():
-    """scripts/resnet50.py gets random images."""
-    with mock.patch.object(resnet50, "load_data", load_data):
-        yield

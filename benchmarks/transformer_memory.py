@@ -87,7 +87,8 @@ def kept_mib(model, tokens, targets) -> float:
     return sum(size for size, _ in kept.values()) / 2**20
 
 
-def worker(args) -> None:
+def worker(args) -> list[dict]:
+    """What each process measures."""
     size, way = SIZES[args.sizes[0]], args.way
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -133,7 +134,7 @@ def worker(args) -> None:
     if world_size > 1:
         gathered = [None] * world_size
         dist.all_gather_object(gathered, measured)
-    common.finish_worker(args.worker, gathered)
+    return gathered
 
 
 def measure(args) -> dict:
@@ -159,20 +160,15 @@ def report(measured) -> list[str]:
         facts = [f"{name}: {size.dim} x {size.layers}", f"{size.batch_size} x {size.context}", weights * 2**20 / 4e6]
         total = 3 * weights + activations
         rows.append([*facts, weights, weights, 2 * weights, activations, each["kept_mib"], total, each["peak_mib"]])
-    tables = [common.table(columns, rows)]
-    ways = measured["ways"]
-    base = ways["one process"][0]
-    columns = {f"way, {measured['compare']}": "{}", "peak of a process, MiB": "{:.0f}", "/ one process": "{:.2f}"}
-    columns |= {"processor time of a step, s": "{:.2f}", "/ one process ": "{:.2f}"}
-    rows = []
-    for way, processes in ways.items():
+    of_ways = {f"way, {measured['compare']}": "{}", "peak of a process, MiB": "{:.0f}", "/ one process": "{:.2f}"}
+    of_ways |= {"processor time of a step, s": "{:.2f}", "/ one process ": "{:.2f}"}
+    ways, (base,) = [], measured["ways"]["one process"]
+    for way, processes in measured["ways"].items():
         peak = max(each["peak_mib"] for each in processes)
         seconds = sum(each["processor_s"] for each in processes)
-        rows.append([way, peak, peak / base["peak_mib"], seconds, seconds / base["processor_s"]])
-    tables.append(common.table(columns, rows))
-    return tables
+        ways.append([way, peak, peak / base["peak_mib"], seconds, seconds / base["processor_s"]])
+    return [common.table(columns, rows), common.table(of_ways, ways)]
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    worker(args) if args.worker else common.main(args, measure, report)
+    common.main(parse_args(), measure, report, worker)

@@ -54,9 +54,7 @@ def worker(args) -> list:
 
 
 def measure(args) -> list:
-    flags = ["--rounds", args.rounds, "--steps", args.steps, "--dataset", args.dataset]
-    flags += ["--numbers", *args.numbers, "--resnet50_batch", args.resnet50_batch]
-    return [row for config in ("cpu_ddp", "cpu_fsdp") for row in common.launch_workers(config, __file__, *flags)]
+    return [row for config in ("cpu_ddp", "cpu_fsdp") for row in common.launch_workers(config, __file__)]
 
 
 def report(measured) -> list[str]:

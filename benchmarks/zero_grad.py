@@ -31,20 +31,14 @@ def train(zeroes: bool) -> list[list]:
     """After each call that changes something: its name, w.grad and w."""
     w = torch.zeros((), dtype=torch.float64, requires_grad=True)
     optimizer, rows = torch.optim.SGD([w], LR), []
-
-    def record(call: str) -> None:
-        rows.append([call, 0.0 if w.grad is None else w.grad.item(), w.item()])
-
     for number, x in enumerate(MICRO_BATCHES, 1):
         loss = (w * x - 3 * x) ** 2 / PER_STEP
-        loss.backward()
-        record(f"backward {number}")
+        calls = {f"backward {number}": loss.backward}
         if number % PER_STEP == 0:
-            optimizer.step()
-            record("step")
-            if zeroes:
-                optimizer.zero_grad()
-                record("zero_grad")
+            calls |= {"step": optimizer.step} | ({"zero_grad": optimizer.zero_grad} if zeroes else {})
+        for name, call in calls.items():
+            call()
+            rows.append([name, 0.0 if w.grad is None else w.grad.item(), w.item()])
     return rows
 
 

@@ -45,7 +45,7 @@ def run_here(launcher, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in run.BENCHMARKS if name != "elastic"])  # in test_elastic.py
 def test_every_benchmark_runs_at_its_smallest(name, launcher, run_here, small_mnist, tmp_path):
-    """dp_and_ddp.py as a user runs it."""
+    """dp_and_ddp.py as a user runs it: pytest has folders in sys.path that a user has not."""
     out, file, flags = tmp_path / "out.json", FOLDER / f"{name}.py", shlex.split(run.BENCHMARKS[name])
     module = importlib.import_module(f"benchmarks.{name}")
     if "dataset=True" in file.read_text():
@@ -70,13 +70,6 @@ def test_help_and_the_smallest_flags(name, monkeypatch, capsys):
     assert ended.value.code == 0
     assert module.__doc__.splitlines()[0] in capsys.readouterr().out
     assert f"    python benchmarks/{name}.py" in module.__doc__
-
-
-@pytest.mark.slow
-def test_the_page_is_made_in_an_interpreter_of_its_own(launcher):
-    """pytest has folders in sys.path that a user has not."""
-    code = "import json; from benchmarks import run; print(run.render(json.load(open('benchmarks/results.json'))))"
-    assert launcher.python("-c", code, cwd=ROOT).stdout.strip() == (FOLDER / "RESULTS.md").read_text().strip()
 
 
 @pytest.mark.slow
@@ -111,25 +104,18 @@ def test_page_and_pictures_are_made_of_the_results():
                 assert picture.text["Description"] == run.digest(entry), name
 
 
-@pytest.mark.parametrize(
-    ("new", "kept"),
-    [
-        ({}, ["mnist_epoch", "resnet50", "elastic"]),
-        ({"device": "a faster one"}, ["resnet50"]),
-        ({"versions": "torch 9"}, ["resnet50"]),
-    ],
-)
-def test_a_new_result_stays_with_the_others_of_its_machine_alone(new, kept):
+def test_a_new_result_stays_with_the_others_of_its_machine_alone():
     facts = {"device": "this one", "versions": "torch 2"}
     old = dict.fromkeys(["elastic", "mnist_epoch", "gone"], facts)
-    assert list(run.merge(old, "resnet50", {**facts, **new})) == kept
+    assert list(run.merge(old, "resnet50", facts)) == ["mnist_epoch", "resnet50", "elastic"]
+    for other in ({"device": "a faster one"}, {"versions": "torch 9"}):
+        assert list(run.merge(old, "resnet50", facts | other)) == ["resnet50"]
 
 
-def test_unknown_name(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["run.py", "mnist"])
-    with pytest.raises(SystemExit):
-        run.parse_args()
-    assert "mnist_epoch" in capsys.readouterr().err
+def test_workers_take_the_flags_of_their_benchmark_and_their_own_last(monkeypatch):
+    monkeypatch.setattr(common, "launch", lambda config, file, _, out, *flags: out.write_text(json.dumps(flags)))
+    monkeypatch.setattr("sys.argv", ["a.py", "--rounds", "1"])
+    assert common.launch_workers("cpu", "a.py", "--steps", 2) == ["--rounds", "1", "--steps", 2]
 
 
 def test_ways_take_turns_in_both_orders():

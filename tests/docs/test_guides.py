@@ -8,6 +8,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import run_many
 import run_reader
@@ -16,7 +17,7 @@ from conftest import ROOT, free_port
 from pages import README, blocks, guide, section
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 
 def test_the_loop_on_the_first_screen_is_the_scripts():
@@ -36,18 +37,9 @@ def test_the_three_snippets_train_a_model_of_your_own(tmp_path, monkeypatch):
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     run = Run(accelerator, args)
 
-    class MyImages(torch.utils.data.Dataset):
-        def __init__(self, folder, augment):
-            self.augment = augment
-
-        def __len__(self):
-            return 30
-
-        def __getitem__(self, index):
-            return torch.full((4,), float(index)) + self.augment * torch.rand(4), torch.tensor([index, -index]) / 30.0
-
+    data_of_own = TensorDataset(torch.rand(30, 4), torch.rand(30, 2))
     scope = {"GlobalLoader": GlobalLoader, "accelerator": accelerator, "args": args, "run": run, "torch": torch}
-    scope |= {"MyImages": MyImages, "MyModel": lambda: nn.Linear(4, 2), "total_steps": 3}
+    scope |= {"MyImages": lambda folder, augment: data_of_own, "MyModel": lambda: nn.Linear(4, 2), "total_steps": 3}
     exec(data, scope)
     exec(model, scope)
     for epoch in run.epochs():
@@ -95,10 +87,6 @@ def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
 
 def test_one_loop_four_ways(monkeypatch):
     """They end with the same weights: one batch has all the data, so the order does not matter."""
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-    from torch.nn.parallel import DistributedDataParallel
-
     group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in {**group, **address}.items():
@@ -114,20 +102,9 @@ def test_one_loop_four_ways(monkeypatch):
         return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
 
     for block in blocks(section(guide("from_plain_pytorch"), "One loop, four ways"), "python"):
-        scope = {
-            "os": os,
-            "torch": torch,
-            "nn": nn,
-            "dist": torch.distributed,
-            "cross_entropy": F.cross_entropy,
-            "DistributedDataParallel": DistributedDataParallel,
-            "DataLoader": DataLoader,
-            "DistributedSampler": DistributedSampler,
-            "Accelerator": Accelerator,
-            "DataLoaderConfiguration": DataLoaderConfiguration,
-            "make_model": make_model,
-            "data": TensorDataset(images, torch.arange(200) % 3),
-        }
+        scope = {**vars(F), **vars(nn.parallel), **vars(torch.utils.data), **vars(accelerate), **vars(accelerate.utils)}
+        scope |= {"os": os, "torch": torch, "nn": nn, "dist": torch.distributed, "make_model": make_model}
+        scope["data"] = TensorDataset(images, torch.arange(200) % 3)
         try:
             exec(block, scope)
         finally:
@@ -176,10 +153,9 @@ def test_tar_files_are_read_as_the_guide_says(tmp_path, monkeypatch, home):
     write_tar(tmp_path / "clips" / "a.tar", members)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(home))
-    keys = []
 
     def decode(sample):
-        keys.append({*sample})
+        assert {*sample} == {"__url__", "__key__", "wav", "txt"}
         return int(sample["wav"]) + int(sample["txt"])
 
     args = SimpleNamespace(seed=0)
@@ -187,4 +163,3 @@ def test_tar_files_are_read_as_the_guide_says(tmp_path, monkeypatch, home):
     code = blocks(section(guide("data_beyond_memory"), "Tar files"), "python")[0]
     exec(code.replace("num_workers=4", "num_workers=0"), scope)
     assert sorted(int(value) for batch in scope["loader"] for value in batch.data) == [2 * n for n in range(9)]
-    assert keys[0] == {"__url__", "__key__", "wav", "txt"}

@@ -11,7 +11,6 @@ from pages import blocks, guide, section
 from torch import nn
 
 needs_torchmetrics = pytest.mark.others("torchmetrics")
-FLAGS = {"regression": ["--float64", "--num_epochs", 2], "own_metrics": []}
 
 
 @torch.no_grad()
@@ -20,10 +19,8 @@ def expected(program, folder) -> dict[str, float]:
     if program == "regression":
         from examples.regression import make_points
 
-        torch.set_default_dtype(torch.float64)
         inputs, targets = make_points(77).tensors
-        torch.set_default_dtype(torch.float32)
-        model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
+        model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
         model.load_state_dict(run_reader.weights(folder))
         return {"correlation": np.corrcoef(model(inputs)[:, 0], targets[:, 0])[0, 1]}
     import torchmetrics
@@ -31,7 +28,7 @@ def expected(program, folder) -> dict[str, float]:
     from examples.own_metrics import CLASSES, make_points
 
     points, labels = make_points(77).tensors
-    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES))
     model.load_state_dict(run_reader.weights(folder))
     scores = model(points).softmax(1)
     of_classes = {"task": "multiclass", "num_classes": CLASSES}
@@ -51,9 +48,9 @@ def test_the_adapter_on_the_page_is_the_programs():
 
 
 @pytest.mark.parametrize("program", ["regression", pytest.param("own_metrics", marks=needs_torchmetrics)])
-def test_a_run_has_the_metrics_of_the_whole_dataset(tmp_path, program):
+def test_a_run_has_the_metrics_of_the_whole_dataset(tmp_path, float64, program):
     """On two processes, each program has the same ones: test_users_programs.py."""
-    assert run_many.run(program, [*FLAGS[program], "--output_dir", tmp_path / "run"]) is None
+    assert run_many.run(program, ["--num_epochs", 2, "--output_dir", tmp_path / "run"]) is None
     *_, last = run_reader.lines(tmp_path / "run", "test")
     assert last["samples"] == 77
     rel = 1e-12 if program == "regression" else 1e-6  # torchmetrics uses float32

@@ -101,10 +101,8 @@ def test_the_calls_on_a_page_have_arguments_that_their_functions_take(page):
     "block",
     [
         "loader = GlobalLoader(data, 64, accelerator, sed=0)",
-        "run.start(train_loader, total_step=3)",
         "run.start(..., checkpoints={})",
         "loader = GlobalLoader(data, 64, accelerator)\nloader.from_step()",
-        "run.log_tset(result)",
         "from utils.data.tar_files import TarFiles\nTarFiles(decode, ['wav'], 'clips')\nTarFiles('clips')",
         "import safetensors.torch\nsafetensors.torch.load_files('model.safetensors')",
     ],

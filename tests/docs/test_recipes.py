@@ -1,5 +1,7 @@
 """The loops of guides/reference/recipes.md, as they stand there, equal a plain loop over whole batches."""
 
+import functools
+import itertools
 import zlib
 from types import SimpleNamespace
 
@@ -46,55 +48,47 @@ def plain_losses(recipe, model, batch, step, criterion):
             yield loss, loss
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """What is logged in each step of a recipe's plain loop, and the weights, in float64."""
-    found, dtype = {}, torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    for recipe in LOGGED:
-        tensors, model, logged = recipes.make_data().tensors, recipes.make_model(), []
-        optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
-        criterion = recipes.Criterion()
-        for step, (_, indices) in enumerate(batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)):
-            batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
-            for loss, value in plain_losses(recipe, model, batch, step, criterion):
-                value = value.item()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            logged.append(value)
-        found[recipe] = logged, model.state_dict()
-    torch.set_default_dtype(dtype)
-    return found
+@functools.cache
+def plain(recipe):
+    """What is logged in each step of a recipe's plain loop, and the weights."""
+    tensors, model, logged = recipes.make_data().tensors, recipes.make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    criterion = recipes.Criterion()
+    for step, (_, indices) in enumerate(batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)):
+        batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
+        for loss, value in plain_losses(recipe, model, batch, step, criterion):
+            value = value.item()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        logged.append(value)
+    return logged, model.state_dict()
 
 
-def check(run, recipe, plain):
-    logged, weights = plain[recipe]
+def check(run, recipe):
+    logged, weights = plain(recipe)
     assert [line[LOGGED[recipe]] for line in run_reader.lines(run, "train")] == pytest.approx(logged, rel=1e-12)
     for name, tensor in run_reader.weights(run).items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("recipe", LOGGED)
-def test_a_recipe_equals_the_plain_loop_with_and_without_accumulation(tmp_path, plain, recipe):
+def test_a_recipe_equals_the_plain_loop_with_and_without_accumulation(tmp_path, float64, recipe):
     """With five micro-batches, one of them has no sample in the last step of an epoch."""
     for k in (1, 5):
         flags = ["--float64", "--recipe", recipe, "--gradient_accumulation_steps", k, "--output_dir", tmp_path / str(k)]
         assert run_many.run("recipes", flags) is None
-        check(tmp_path / str(k), recipe, plain)
+        check(tmp_path / str(k), recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp"])
-def test_a_recipe_equals_the_plain_loop_on_two_processes(shared_launcher, plain, config):
-    top, launches = shared_launcher.folder / config, []
-    for recipe in LOGGED:
-        for name, flags in ("2", []), ("virtual", ["--virtual_processes", 4]):
-            launches.append(["--float64", "--recipe", recipe, *flags, "--output_dir", top / recipe / name])
-    shared_launcher(config, *run_many.words("recipes", *launches), script=run_many.FILE)
-    for recipe in LOGGED:
-        for name in ("2", "virtual"):
-            check(top / recipe / name, recipe, plain)
+def test_a_recipe_equals_the_plain_loop_on_two_processes(runs, float64, config):
+    asked = []
+    for recipe, flags in itertools.product(LOGGED, ([], ["--virtual_processes", 4])):
+        asked.append((runs("recipes", "--float64", "--recipe", recipe, *flags, on=(config,)), recipe))
+    for run, recipe in asked:
+        check(run.folder, recipe)
 
 
 @pytest.mark.slow
@@ -137,43 +131,33 @@ def test_an_exported_model_has_the_outputs_of_the_run_for_any_number_of_images(t
     assert exported.std() > 0.01
 
 
-def test_a_checkpoint_goes_on_in_plain_pytorch(tmp_path):
+def test_a_checkpoint_goes_on_in_plain_pytorch(tmp_path, float64):
     flags = ["--recipe", "normalizers", "--checkpoint_every", 1, "--keep_checkpoints", 0]
     assert run_many.run("recipes", [*flags, "--float64", "--output_dir", tmp_path / "run"]) is None
-    torch.set_default_dtype(torch.float64)
-    try:
-        model, tensors = recipes.make_model(), recipes.make_data().tensors
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-        optimizer = torch.optim.SGD(model.parameters(), 9.0)
-        (block,) = blocks(section(guide("reference/recipes"), "A checkpoint in plain PyTorch"), "python")
-        exec(
-            block,
-            {"folder": tmp_path / "run" / "checkpoints" / "step_00000007", "model": model, "optimizer": optimizer},
-        )
-        *_, (_, indices) = batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)
-        batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
-        next(plain_losses("normalizers", model, batch, 7, None))[0].backward()
-        optimizer.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model, tensors = recipes.make_model(), recipes.make_data().tensors
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    optimizer, folder = torch.optim.SGD(model.parameters(), 9.0), tmp_path / "run" / "checkpoints" / "step_00000007"
+    (block,) = blocks(section(guide("reference/recipes"), "A checkpoint in plain PyTorch"), "python")
+    exec(block, {"folder": folder, "model": model, "optimizer": optimizer})
+    *_, (_, indices) = batches_of(recipes.SAMPLES, recipes.BATCH, seed=0, epochs=2)
+    batch = SimpleNamespace(data=[tensor[indices] for tensor in tensors])
+    next(plain_losses("normalizers", model, batch, 7, None))[0].backward()
+    optimizer.step()
     for name, tensor in run_reader.weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
-def test_fsdp_under_torchrun_has_the_bits_of_the_config_file(launcher, monkeypatch):
-    flags = ["--recipe", "normalizers", "--float64"]
-    runs = {name: launcher.folder / name for name in ("config", "torchrun")}
-    words = {name: run_many.words("recipes", [*flags, "--output_dir", run]) for name, run in runs.items()}
-    minimum = ["--fsdp_min_num_params", 10]
-    launcher("cpu_fsdp", *words["config"], script=run_many.FILE, launch_flags=minimum)
+def test_fsdp_under_torchrun_has_the_bits_of_the_config_file(launcher, runs, monkeypatch):
+    flags, folder = ["--recipe", "normalizers", "--float64"], launcher.folder / "torchrun"
+    expected = runs("recipes", *flags, on=("cpu_fsdp", "--fsdp_min_num_params", 10)).bits
     (command,) = [c for c in commands(guide("reference/several_machines")) if c.startswith("ACCELERATE_USE_FSDP")]
     for variable in command.partition(" torchrun ")[0].replace("100000", "10").split():
         monkeypatch.setenv(*variable.split("="))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     torchrun = ["-m", "torch.distributed.run", "--master_port", free_port(), "--nproc_per_node", 2]
-    launcher.python(*torchrun, f"{run_many.FILE}.py", *words["torchrun"])
-    assert run_reader.final_models(runs["torchrun"]) == run_reader.final_models(runs["config"])
-    kinds = [(launch["distributed_type"], launch["num_processes"]) for launch in run_reader.launches(runs["torchrun"])]
-    assert kinds == [("FSDP", 2)]
+    launcher.python(*torchrun, f"{run_many.FILE}.py", *run_many.words("recipes", [*flags, "--output_dir", folder]))
+    assert run_reader.final_models(folder) == expected
+    (launch,) = run_reader.launches(folder)
+    assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 2)

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import re
 
 from conftest import ROOT
@@ -21,9 +22,8 @@ def imports_of(name: str, is_package: bool, tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parts = name.split(".") + [""] * is_package
-            above = parts[: len(parts) - node.level] if node.level else []
-            module = ".".join([*above, *filter(None, [node.module])])
+            package = name if is_package else name.rpartition(".")[0]
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
 

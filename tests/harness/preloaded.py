@@ -58,18 +58,15 @@ def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subpr
         return None
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / "out", Path(folder) / "err"]
-        process = context.Process(target=program, args=(words, environment, cwd, streams))
-        process.start()
-        process.join(timeout)
-        late = process.is_alive()
-        if late:
+        process = Fork(words, context.Process(target=program, args=(words, environment, cwd, streams)))
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
             for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                os.kill(one.pid, signal.SIGKILL)
-            process.join()
-        out, err = (stream.read_text(errors="replace") for stream in streams)
-    if late:
-        raise subprocess.TimeoutExpired(words, timeout, out, err)
-    return subprocess.CompletedProcess(words, process.exitcode, out, err)
+                one.kill()
+            raise
+        said = (stream.read_text(errors="replace") for stream in streams)
+        return subprocess.CompletedProcess(words, process.returncode, *said)
 
 
 def can_fork(environment: dict) -> bool:

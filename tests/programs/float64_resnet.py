@@ -1,7 +1,10 @@
-"""run_many.py in float64, with a ResNet-50 of 4 blocks."""
+"""scripts/resnet50.py in float64, with a ResNet-50 of 4 blocks."""
 
-import run_many
-import small_resnets
+from small_resnets import use_float64
 
-small_resnets.use_float64(setattr)
-run_many.main()
+from scripts import resnet50
+
+
+def main():
+    use_float64(setattr)
+    resnet50.main()

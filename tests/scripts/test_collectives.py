@@ -23,12 +23,8 @@ def test_two_processes_time_each_operation(launcher):
     assert row["bus_gb_per_s"] == pytest.approx(1024 / row["time_us"] / 1e3 / 2)
 
 
-BY_HAND = ("send/recv", "broadcast one by one", "broadcast tree", "broadcast ring", "reduce tree", "recv from any")
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("name", BY_HAND)
-def test_operations_by_hand_give_the_right_result_on_any_number_of_processes(threads, monkeypatch, name, n):
+def checked(threads, monkeypatch, name, n) -> list[str]:
+    """What each of n ranks finds wrong with the result of an operation."""
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     inputs = collectives.make_inputs(2 * n, n, seed=0)
 
@@ -36,7 +32,16 @@ def test_operations_by_hand_give_the_right_result_on_any_number_of_processes(thr
         world = collectives.World(rank, n, [])
         return collectives.check(collectives.OPERATIONS[name], inputs, world, torch.device("cpu"))
 
-    assert threads.run(n, run) == [""] * n
+    return threads.run(n, run)
+
+
+BY_HAND = ("send/recv", "broadcast one by one", "broadcast tree", "broadcast ring", "reduce tree", "recv from any")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_operations_by_hand_give_the_right_result_on_any_number_of_processes(threads, monkeypatch, name, n):
+    assert checked(threads, monkeypatch, name, n) == [""] * n
     if name == "broadcast ring":
         assert len(threads.messages) == n * (n - 1)  # n chunks over n - 1 links
     else:
@@ -48,20 +53,13 @@ def test_operations_by_hand_give_the_right_result_on_any_number_of_processes(thr
 
 
 def test_a_wrong_number_is_seen_on_the_process_that_has_it(threads, monkeypatch):
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    inputs = collectives.make_inputs(6, 3, seed=0)
-
     def broadcast(tensor, src):
         threads.broadcast(tensor, src)
         tensor[1] += threads.here.rank == 2
 
-    def run(rank):
-        world = collectives.World(rank, 3, [])
-        return collectives.check(collectives.OPERATIONS["broadcast"], inputs, world, torch.device("cpu"))
-
-    assert threads.run(3, run) == [""] * 3
+    assert checked(threads, monkeypatch, "broadcast", 3) == [""] * 3
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    first, second, third = threads.run(3, run)
+    first, second, third = checked(threads, monkeypatch, "broadcast", 3)
     assert first == second == ""
     assert third.startswith("1 of 6 numbers, [1] is ")
 

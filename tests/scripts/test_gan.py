@@ -1,7 +1,6 @@
 """Accumulation with two models: what guides/two_models.md says of the wrong and the right loop."""
 
 import copy
-import re
 import textwrap
 
 import pytest
@@ -9,29 +8,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from conftest import ROOT
+from fakes import fake_accelerator
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from examples import gan
+from tests.docs.pages import blocks, guide
+from utils.loader import Batch, GlobalLoader
 
-TEXT = (ROOT / "guides" / "two_models.md").read_text()
-WRONG, RIGHT = re.findall(r"```python\n# (?:wrong|right)\n(.*?)```", TEXT, re.S)
+WRONG, RIGHT = (block.partition("\n")[2] for block in blocks(guide("two_models"), "python"))
 UPDATES, BATCH = 3, 8
-
-
-class Batch:
-    """Some of the samples of a step, as GlobalLoader gives them."""
-
-    def __init__(self, real, noise, k):
-        self.data, self.noise, self.k = (real,), noise, k
-
-    def __len__(self):
-        return len(self.noise)
-
-    def randn(self, size):
-        return self.noise
-
-    def mean_loss(self, losses):
-        return losses.sum() * self.k / BATCH
 
 
 @pytest.fixture
@@ -39,8 +25,9 @@ def train(monkeypatch):
     """The weights of both models after three steps, in k micro-batches each."""
     torch.manual_seed(0)
     models = gan.make_mlp(gan.LATENT, 2).double(), gan.make_mlp(2, 1).double()
-    reals = torch.randn(UPDATES, BATCH, 2, dtype=torch.float64)
-    noises = torch.randn(UPDATES, BATCH, gan.LATENT, dtype=torch.float64)
+    data = TensorDataset(torch.randn(UPDATES * BATCH, 2, dtype=torch.float64))
+    randn = Batch.randn
+    monkeypatch.setattr(Batch, "randn", lambda *args: randn(*args).double())
 
     def train(program, k):
         plugin = GradientAccumulationPlugin(num_steps=k, sync_with_dataloader=False)
@@ -54,14 +41,12 @@ def train(monkeypatch):
         scope |= {"accelerator": accelerator, "LATENT": gan.LATENT}
         scope["bare_discriminator"] = discriminator
         scope["generator_parameters"] = list(generator.parameters())
-        parts = []
-        for real, noise in zip(reals, noises, strict=True):
-            parts += zip(real.chunk(k), noise.chunk(k), strict=True)
+        batches = list(GlobalLoader(data, BATCH, fake_accelerator(accumulation=k), seed=0))
         if "micro_batches" in program:
-            exec(program, scope | {"micro_batches": parts})
+            exec(program, scope | {"micro_batches": [(batch.data[0], batch.randn(gan.LATENT)) for batch in batches]})
         else:
-            for real, noise in parts:
-                exec(program, scope | {"real": real, "batch": Batch(real, noise, k)})
+            for batch in batches:
+                exec(program, scope | {"real": batch.data[0], "batch": batch})
         flat = torch.nn.utils.parameters_to_vector
         return flat(generator.parameters()).detach(), flat(discriminator.parameters()).detach()
 

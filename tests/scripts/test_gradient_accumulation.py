@@ -48,25 +48,16 @@ def test_five_micro_batches_on_two_processes_equal_the_whole_batch(launcher, tra
     assert largest_difference(train("whole", *data), folder) <= 1e-10
 
 
-def make_model(seed: int, **options) -> CellNet:
-    """The model of a run with --float64: drawn in this type, its weights are not those of a float32 model."""
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float64)
-    try:
-        return CellNet(1, 10, **options)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("max_grad_norm", [0, 0.05])
-def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
+def test_it_is_the_plain_loop(train, small_mnist, float64, max_grad_norm):
     """Weights, learning rates and test of a PyTorch loop on whole batches; BatchNorm is tested
     with its running statistics."""
     flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 3, "--log_every", 1]
     flags += ["--float64", "--norm", "batch", "--seed", 4, "--weight_decay", 0.5]
     folder = train("run", *flags, "--max_grad_norm", max_grad_norm)
     data, test = load_images(str(small_mnist))
-    model = make_model(4, norm="batch")
+    torch.manual_seed(4)
+    model = CellNet(1, 10, norm="batch")
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0.5)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 3, cycle_momentum=False)
     steps = itertools.islice(batches_of(len(data), 250, seed=4), 3)
@@ -92,7 +83,7 @@ def test_the_gradient_of_a_step_is_clipped_and_not_that_of_a_micro_batch(train, 
     assert largest_difference(train("four", *flags, 4), train("one", *flags, 1)) <= 1e-10
 
 
-def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
+def test_samples_of_different_length_count_by_their_cells(train, small_mnist, float64):
     """A step of accumulation is that of the mean over all cells with ink, and not of a mean of means."""
     flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 1, "--log_every", 1, "--float64"]
     flags += ["--variable_length", "--max_grad_norm", 0, "--gradient_accumulation_steps", 6, "--weight_decay", 0]
@@ -100,7 +91,8 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     data, _ = load_images(str(small_mnist))
     order, _ = GlobalSampler(len(data), 250, seed=0).items(0)
     images, labels = data[order[:250]]
-    model = make_model(0, variable_length=True)
+    torch.manual_seed(0)
+    model = CellNet(1, 10, variable_length=True)
     ink = ink_cells(images)
     (trained,) = lines(folder, "train")  # where each image counts once
     assert trained["loss"] == pytest.approx(losses_and_predictions(model, images, labels)[0].mean().item(), rel=1e-9)

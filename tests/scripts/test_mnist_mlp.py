@@ -75,16 +75,10 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_same_numbers(train, tmp_path):
-    assert train("run", "--max_steps", 4, "--log_every", 1, "--log_with", "tensorboard") is None
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "run" / "run"))
-    events.Reload()
-    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    expected = [(line["step"], line["loss"]) for line in lines(tmp_path / "run", "train")]
-    assert len(logged) == 4
-    assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
+def test_tensorboard_writes_into_the_folder_of_the_run(train, tmp_path):
+    assert train("run", "--max_steps", 4, "--log_with", "tensorboard") is None
+    events = (tmp_path / "run").rglob("events.out.tfevents.*")
+    assert any(b"train/loss" in file.read_bytes() for file in events)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The language model: its numbers are those of a plain loop over whole documents, and of transformers' Llama."""
+"""The language model: its numbers are those of transformers' Llama, and of a plain loop over whole documents."""
 
 import itertools
 import json
@@ -76,45 +76,9 @@ def lively_model(**options):
     return model
 
 
-def make_double(seed, **options):
-    """The model of a run with --float64: drawn in this type, its weights are not those of a float32 model."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return fsdp.build(fake_accelerator(), lambda: Transformer(**options), seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def plain_logits(model, tokens):
-    """The logits of one document, or of a part of one, (T,) to (T, vocabulary): head by head, with complex numbers."""
-    weights = dict(model.named_parameters())
-    heads, dim = model.blocks[0].heads, model.embed.weight.shape[1]
-    width = dim // heads
-
-    def norm(x, weight):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-    def turn(x):
-        half = width // 2
-        frequency = 10000 ** (-2 * torch.arange(half, dtype=torch.float64) / width)
-        angle = torch.arange(len(x))[:, None] * frequency
-        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([turned.real, turned.imag], 1)
-
-    x = weights["embed.weight"][tokens]
-    for number in range(len(model.blocks)):
-        block = {name: weights[f"blocks.{number}.{name}.weight"] for name in ("norm1", "norm2", "qkv", "out", "down")}
-        q, k, v = (norm(x, block["norm1"]) @ block["qkv"].T).split(dim, 1)
-        parts = []
-        for head in range(heads):
-            own = slice(head * width, (head + 1) * width)
-            scores = turn(q[:, own]) @ turn(k[:, own]).T / math.sqrt(width)
-            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            parts.append(scores.masked_fill(later, -math.inf).softmax(1) @ v[:, own])
-        x = x + torch.cat(parts, 1) @ block["out"].T
-        gate, up = (norm(x, block["norm2"]) @ weights[f"blocks.{number}.gate_up.weight"].T).chunk(2, 1)
-        x = x + (gate * gate.sigmoid() * up) @ block["down"].T
-    return norm(x, weights["norm.weight"]) @ weights["embed.weight"].T
+def logits_of(model, tokens):
+    """Of a document, or a part of one: (T,) to (T, vocabulary). test_logits_equal_llamas has the arithmetic."""
+    return model(tokens[None])[0]
 
 
 def parts_of_documents(sequence):
@@ -131,7 +95,7 @@ def parts_of_documents(sequence):
 def nats(model, sequence):
     """The loss of each target of a sequence, each part of a document for itself."""
     parts = map(torch.tensor, parts_of_documents(sequence))
-    losses = [F.cross_entropy(plain_logits(model, part[:-1]), part[1:], reduction="none") for part in parts]
+    losses = [F.cross_entropy(logits_of(model, part[:-1]), part[1:], reduction="none") for part in parts]
     return torch.cat(losses)
 
 
@@ -143,7 +107,7 @@ def packed_by_hand(texts, tokenizer, context):
     return [stream[start : start + context + 1] for start in range(0, len(stream) - 1, context)]
 
 
-def test_ten_steps_equal_a_plain_loop_over_documents(train, texts):
+def test_ten_steps_equal_a_plain_loop_over_documents(train, texts, float64):
     """Each part of a document for itself; the mean over all tokens of a step; matrices decay, norms do not."""
     accumulation = ["--gradient_accumulation_steps", 5, "--max_grad_norm", 0.5]
     options = ["--separate_documents", "--weight_decay", WEIGHT_DECAY, "--lr", LR]
@@ -153,7 +117,7 @@ def test_ten_steps_equal_a_plain_loop_over_documents(train, texts):
     packed = packed_by_hand(train_texts, tokenizer, 64)
     assert len(packed[-1]) < 60
 
-    model = make_double(7, vocabulary=290, dim=16, layers=2, heads=2)
+    model = fsdp.build(fake_accelerator(), lambda: Transformer(vocabulary=290, dim=16, layers=2, heads=2), 7)
     groups = [
         {"params": [p for name, p in model.named_parameters() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
         {"params": [p for name, p in model.named_parameters() if "norm" in name], "weight_decay": 0},
@@ -221,7 +185,7 @@ def test_logits_equal_llamas():
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("prompt_length", [9, 15, 20])
-def test_a_token_generated_with_a_cache_is_the_one_of_the_whole_text(temperature, prompt_length):
+def test_a_token_generated_with_a_cache_is_the_one_of_the_whole_text(temperature, prompt_length, float64):
     """Also where the prompt fills the context, and where a new cache begins with the last half of a full one."""
     model = lively_model()
     prompt = torch.randint(1, 300, (prompt_length,)).tolist()
@@ -231,7 +195,7 @@ def test_a_token_generated_with_a_cache_is_the_one_of_the_whole_text(temperature
     window = tokens[-16:]
     with torch.no_grad():
         while len(tokens) < len(generated):
-            logits = plain_logits(model, torch.tensor(window))[-1]
+            logits = logits_of(model, torch.tensor(window))[-1]
             token = int(logits.argmax())
             if temperature:
                 token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
@@ -265,26 +229,16 @@ def test_a_rank_that_samples_a_different_token_goes_on_with_rank_0s(monkeypatch)
     assert generate(model, [5, 6], num_tokens=9, context=8, temperature=1.0, seed=0) == [EOS, 5, 6, 7, 8, EOS]
 
 
-@pytest.fixture
-def float64():
-    """Also for the angles of the rotary positions."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("eos", [EOS, 7])
-def test_attention_reaches_over_the_whole_sequence_or_stays_in_a_document(eos, float64):
+def test_attention_stays_in_a_document_if_asked_to(eos, float64):
     model = lively_model(eos=eos)
     tokens = torch.randint(10, 300, (2, 40))
     tokens[0, [0, 7, 8, 25]] = eos
     tokens[1, [13, 39]] = eos
     with torch.no_grad():
-        expected = torch.stack([plain_logits(model, row) for row in tokens])
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
-        model.separate_documents = True
         starts = [row.tensor_split((row == eos).nonzero().flatten()) for row in tokens]
-        expected = torch.stack([torch.cat([plain_logits(model, part) for part in row if len(part)]) for row in starts])
+        expected = torch.stack([torch.cat([logits_of(model, part) for part in row if len(part)]) for row in starts])
+        model.separate_documents = True
         torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -5,26 +5,17 @@ import shlex
 
 import pytest
 import torch
-from conftest import ROOT, free_port
+from conftest import free_port
 
 from scripts.from_scratch import tutorial
-
-PAGE = (ROOT / "guides" / "torch_distributed.md").read_text()
-
-
-def programs(title):
-    text = re.search(rf"## {title}\n(.*?)(?:\n## |\Z)", PAGE, re.S)[1]
-    return re.findall(r"```python\n(.*?)```", text, re.S)
-
-
-STARTERS = programs("Start processes")
+from tests.docs.pages import blocks, guide, section
 
 
 @pytest.mark.slow
 def test_processes_that_are_launched_or_spawned_find_each_other(launcher, tmp_path):
     """By the command in the first line of each program, both at the same time."""
     started = []
-    for text in STARTERS:
+    for text in blocks(section(guide("torch_distributed"), "Start processes"), "python"):
         name, command = re.match(r"# (\w+\.py): (.+)\n", text).groups()
         port = str(free_port())
         (tmp_path / name).write_text(text.replace("29500", port))
@@ -35,12 +26,6 @@ def test_processes_that_are_launched_or_spawned_find_each_other(launcher, tmp_pa
         text = launcher.wait(process).stdout
         for rank in range(2):
             assert f"rank {rank} of 2: the ranks add up to 1" in text
-
-
-def make_data(count=997):
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return images, torch.randint(4, (count,), generator=generator)
 
 
 def test_parts_have_each_sample_once_whatever_was_rounded():
@@ -60,7 +45,8 @@ def test_parts_have_each_sample_once_whatever_was_rounded():
 )
 def test_unequal_parts_need_weights(threads, fractions, weighted, is_right):
     """Only with weights are the steps those of one process with the batches of all processes."""
-    images, labels = make_data(960)  # 20 batches of equal parts
+    torch.manual_seed(3)
+    images, labels = torch.randn(960, 6, dtype=torch.float64), torch.randint(4, (960,))  # 20 batches of equal parts
     models = [torch.nn.Linear(6, 4).double() for _ in fractions]  # all differ: rank 0's counts
     expected = torch.nn.Linear(6, 4).double()
     expected.load_state_dict(models[0].state_dict())

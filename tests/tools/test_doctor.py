@@ -15,29 +15,20 @@ from run_tool import run_tool
 from tools import doctor
 
 
-@pytest.fixture
-def machine():
-    """`machine(8, ...)`: the facts of a machine without problems, except for the changes given."""
-
-    def machine(count=0, /, **changes):
-        facts = {
-            "device": "cuda" if count else "cpu",
-            "num_gpus": count,
-            "complaints": [],
-            "driver_gpus": count,
-            "cores": 64,
-            "shm_gib": 32,
-            "untested": {},
-            "environment": {"HOME": "/home/me", "FRANK": "1"},
-            "default_config": None,
-        }
-        return SimpleNamespace(**{**facts, **changes})
-
-    return machine
-
-
-def sentences(facts, fails) -> list[str]:
-    return [sentence for bad, sentence in doctor.problems(facts) if bad == fails]
+def machine(count=0, /, **changes) -> SimpleNamespace:
+    """The facts of a machine without problems, except for the changes given."""
+    facts = {
+        "device": "cuda" if count else "cpu",
+        "num_gpus": count,
+        "complaints": [],
+        "driver_gpus": count,
+        "cores": 64,
+        "shm_gib": 32,
+        "untested": {},
+        "environment": {"HOME": "/home/me", "FRANK": "1"},
+        "default_config": None,
+    }
+    return SimpleNamespace(**facts | changes)
 
 
 def test_the_facts_describe_this_machine():
@@ -66,7 +57,7 @@ def test_as_a_user_runs_it(tmp_path):
     assert lines.index(error) < lines.index(warning)
 
 
-def test_the_exit_code_is_1_only_if_a_run_would_fail(machine, monkeypatch, capsys):
+def test_the_exit_code_is_1_only_if_a_run_would_fail(monkeypatch, capsys):
     for changes, code, words in (
         ({}, 0, "No problems found"),
         ({"cores": 1}, 0, "warning: 2 processes would share 1 core"),
@@ -92,17 +83,13 @@ def test_a_package_that_cannot_be_imported_is_an_error_with_the_remedy(monkeypat
         (0, "cpu", []),
         (1, "mps", ["single_gpu"]),
         (1, "cuda", ["single_gpu", "multi_node"]),
-        (2, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "hsdp"]),
+        (8, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "hsdp"]),
     ],
 )
-def test_configs_that_fit(machine, gpus, device, names):
-    facts = machine(gpus, device=device)
-    assert [name for name, *_ in doctor.choices(facts)] == [*names, "cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"]
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-def test_commands_are_accepted_by_the_launcher(machine, gpus):
-    for name, _, command in doctor.choices(machine(gpus)):
+def test_configs_that_fit_and_commands_that_the_launcher_accepts(gpus, device, names):
+    choices = list(doctor.choices(machine(gpus, device=device)))
+    assert [name for name, *_ in choices] == [*names, "cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"]
+    for name, _, command in choices:
         words = shlex.split(command)
         assert words[:2] == ["accelerate", "launch"]
         options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
@@ -142,13 +129,13 @@ HIDDEN = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "driver_gpus": 8}
         (8, {"environment": {"CUDA_VISIBLE_DEVICES": "3"}}, False, "and single_gpu.yaml replaces it by 0: "),
     ],
 )
-def test_a_problem_in_the_facts(machine, gpus, changes, fails, sentence):
-    facts = machine(gpus, **changes)
-    assert [found for found in sentences(facts, fails) if sentence in found and ": " in found]
-    assert len(list(doctor.problems(facts))) == (2 if changes is HIDDEN else 1)  # the variable itself is one more
+def test_a_problem_in_the_facts(gpus, changes, fails, sentence):
+    found = list(doctor.problems(machine(gpus, **changes)))
+    assert any(bad == fails and sentence in text and ": " in text for bad, text in found)
+    assert len(found) == (2 if changes is HIDDEN else 1)  # the variable itself is one more
 
 
-def test_a_machine_without_problems_gets_no_warning(machine):
+def test_a_machine_without_problems_gets_no_warning():
     """No /dev/shm on an Apple machine; one core for one GPU."""
     assert not list(doctor.problems(machine(8)))
     assert not list(doctor.problems(machine(1, device="mps", shm_gib=None)))
