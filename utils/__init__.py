@@ -8,7 +8,7 @@ Read these eight first, in an evening; they have all that decides a number:
     randomness.py             110         random numbers by seed, epoch and item
     run.py                    410         steps, logging, checkpoints, resuming
     metrics.py                210         means that count each sample once
-    checkpoint/folder.py      310         files that are whole or not there
+    checkpoint/folder.py      200         files that are whole or not there
     guides/same_numbers.md     90         why all this gives the same numbers
 
 Do not read the rest until a message, a config file or a flag leads there: launch and launched (what a config file asks

@@ -225,7 +225,7 @@ def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
 
 def load_checkpoint(path: Path) -> tuple[dict, dict]:
     """The state in a checkpoint's manifest, and its tensors by file and name, which have a method `whole`."""
-    from utils.checkpoint.folder import read_checkpoint
+    from utils.checkpoint.reading import read_checkpoint
 
     try:
         manifest, files = read_checkpoint(path)

@@ -8,7 +8,8 @@ checkpoints/step_00000938/
     manifest.json           written last: step, what must be the same when resuming, everything that is not a tensor,
                             SHA-256 of each file
 
-This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
+This file: when a run saves. state.py: how objects become tensors and JSON. folder.py: files on the disk.
+reading.py: what a resumed run does.
 """
 
 import itertools
@@ -29,21 +30,18 @@ from torch import distributed, nn
 
 from ..agree import on_main
 from ..atomic_files import write_atomically
-from ..console import Stop, show, show_error, stop
+from ..console import Stop, show_error, stop
 from ..parallel.shards import is_sharded, plain_name
 from .folder import (
     NEED_ONE_FOLDER,
     RANK,
     CheckpointError,
     Files,
-    FirstRows,
-    SavedFiles,
     SaveMessages,
     Tensors,
     copy_to_cpu,
-    find_newest,
+    has_checkpoint,
     make_header,
-    read_checkpoint,
     write_checkpoint,
     write_rank_files,
     write_tensors,
@@ -53,11 +51,9 @@ from .state import (
     ObjectState,
     OptimizerState,
     assign_parts,
-    differences,
     files_to_write,
     name_parameters,
     tensor_parts,
-    type_and_shape,
 )
 
 
@@ -103,7 +99,6 @@ class Checkpoints:
         self.writing: Future | None = None
         self.others: list[int] = []  # the ranks but 0 that write parts of it
         self.copies: Files = {}  # the next checkpoint reuses their memory
-        self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
 
     def _must_match(self) -> dict:
@@ -161,7 +156,7 @@ class Checkpoints:
         self.others = others = [other for other in range(1, len(shares)) if shares[other]]
         if rank > 0 and rank not in others:
             return
-        files, self.rows = files_to_write(tensors, shares[rank], rank)
+        files = files_to_write(tensors, shares[rank], rank)
         self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
         messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
         self.writing = Future()
@@ -179,9 +174,9 @@ class Checkpoints:
             if rank == 0:
                 if sync is not None:
                     sync()
-                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages)
+                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.keep, messages)
             else:
-                write_rank_files(path, self.copies, self.rows, messages, rank)
+                write_rank_files(path, self.copies, messages, rank)
             writing.set_result(None)
         except BaseException as error:
             problem = str(error)
@@ -233,64 +228,16 @@ class Checkpoints:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
                 does not see the folder.
         """
-        newest = self._read_newest()
-        if newest is None:
-            return 0, {}
-        manifest, files = newest
-        saved = manifest["must_match"]
-        for name in saved["models"]:  # with the layers that it got since its first step
-            saved["models"][name] = {n: type_and_shape(t) for n, t in files[f"{name}.safetensors"].items()}
-        self._check_fits(saved, manifest["step"])
-        for name, entry in self.entries.items():
-            entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
-        self.saved_step = manifest["step"]
-        return manifest["step"], manifest["extra"]
-
-    def _read_newest(self) -> tuple[dict, SavedFiles] | None:
-        """The manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
-
-        Rank 0 finds it. All processes read exactly that one, or stop.
-        """
-        accelerator = self.accelerator
-        newest = on_main(accelerator, lambda: find_newest(self.folder))
+        has_some = on_main(self.accelerator, lambda: has_checkpoint(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
-        if (newest or any(is_split)) and not all(seen):
+        if any(is_split) and not all(seen):
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
-        if newest is None:
-            return None
-        name, manifest = newest
-        path, rank = self.folder / name, accelerator.process_index
-        share = slice(rank, None, accelerator.num_processes) if rank else slice(0)  # rank 0 has checked all files
-        problem, files = None, {}
-        try:
-            own, files = read_checkpoint(path, share)
-            problem = None if own == manifest else "it has a different one"
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        for rank, reason in enumerate(gather_object([problem])):
-            if reason:
-                stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-        return manifest, files
+        if not has_some:
+            return 0, {}
+        from .reading import load_newest
 
-    def _check_fits(self, saved: dict, step: int) -> None:
-        """Stop at the first kind of difference: the others follow from it."""
-        before, total_steps, now = saved["total_steps"], self.must_match["total_steps"], dict(self.must_match)
-        if total_steps >= step:
-            now["total_steps"] = before
-        if total_steps != before and self.accelerator.is_main_process:
-            # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
-            show(
-                f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
-                "number, as in LambdaLR, goes on with another learning rate",
-                "yellow",
-            )
-        for kind in now | saved:
-            path = "" if kind in ("flags", "models", "state") else kind
-            reasons = differences(saved.get(kind), now.get(kind), path)
-            if reasons:
-                reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
-                shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
+        self.saved_step, run_state = load_newest(self)
+        return self.saved_step, run_state
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
