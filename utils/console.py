@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-CLEAR_LINE = "\r\033[K"  # on a terminal
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 

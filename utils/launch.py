@@ -26,7 +26,6 @@ from .accelerator import TrainingAccelerator
 from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
-from .failures.errors import explain_errors
 from .failures.processes import check_restarts, follow_launcher
 from .flags import with_defaults
 from .launched import (
@@ -34,7 +33,6 @@ from .launched import (
     check_gpus,
     check_topology,
     has_launcher,
-    resume_command,
     share_of_cores,
     wants_cpu,
 )
@@ -62,7 +60,7 @@ def make_accelerator(
     """
     if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
-    install_error_hooks(args)
+    install_error_hooks()
     settings = with_defaults(args)
     is_new_folder = not settings.output_dir
     if is_new_folder:
@@ -133,14 +131,19 @@ def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers
     )
 
 
-def install_error_hooks(args: argparse.Namespace) -> None:
+def install_error_hooks() -> None:
     """Follow the launcher to its death, and explain the errors of libraries."""
 
-    def to_continue() -> str:
-        return f"; to continue: {resume_command(getattr(args, 'output_dir', None))}" if hasattr(args, "resume") else ""
+    def hook(kind, error, trace) -> None:
+        from .failures.errors import report
 
+        if not report(error):
+            hook.other_hook(kind, error, trace)
+
+    # A second run in the same process replaces the hook of the first.
+    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
+    sys.excepthook = hook
     follow_launcher()
-    explain_errors(to_continue)
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         bind_gloo_to_the_route()
 

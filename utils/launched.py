@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import os
-import shlex
 import socket
-import sys
 from pathlib import Path
 
 import psutil
@@ -176,16 +174,3 @@ def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         quota, period = map(int, quota_file.read_text().split())
         cores.append(quota // period)
     return max(1, min(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def resume_command(output_dir: str | None) -> str:
-    """The command that continues the run in `output_dir`: what the user typed, plus --resume."""
-    launcher = [Path(sys.executable).name]
-    if launcher_words() is not None:
-        options, _ = requested_topology()
-        script_position = launcher_words().index(options.training_script)
-        launcher = ["accelerate", "launch", *launcher_words()[:script_position]]
-    flags = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    if output_dir is not None and all(flag.partition("=")[0] != "--output_dir" for flag in flags):
-        flags += ["--output_dir", str(output_dir)]
-    return shlex.join([*launcher, sys.argv[0], *flags, "--resume"])

@@ -18,7 +18,7 @@ from torch import nn
 from utils import banner, launch, trackers
 from utils.accelerator import TrainingAccelerator
 from utils.launch import make_accelerator
-from utils.launched import resume_command, share_of_cores
+from utils.launched import share_of_cores
 from utils.parallel.virtual_processes import sum_gradients_by_tree
 
 
@@ -71,18 +71,6 @@ def test_steps_and_zero_grad_search_for_no_package_and_inspect_no_signature(monk
             optimizer.zero_grad()
         found.append((parameter[0].item(), parameter.grad is None))
     assert found == [(1.0, False), (pytest.approx(0.9), True), (pytest.approx(0.9), False), (pytest.approx(0.8), True)]
-
-
-def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
-    """Without it, --resume would start from nothing in another folder."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    args = run_flags(output_dir=None, resume=False)
-    accelerator = make_accelerator(args, 1)
-    assert args.output_dir.startswith("runs/train-")
-    end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
-    assert resume_command(args.output_dir).endswith(end)
-    assert resume_command(accelerator.project_dir).endswith(end)
-    assert sys.argv == ["train.py", "--lr", "1"]
 
 
 def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):

@@ -1,7 +1,6 @@
 """What runs is what the config file asked for, is the same on all processes, and is announced."""
 
 import contextlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -205,16 +204,3 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     assert "25 steps = 2.5 epochs of 10\n" in said
     assert "dataset a\\x1b[31m, train samples 1003\n" in said  # and not in red
     assert "runs/a\n" in said
-
-
-def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
-    config = "accelerate_configs/cpu.yaml"
-    words = ["--config_file", config, "scripts/mnist_mlp.py", "--output_dir", "a b"]
-    options = launched.launch_command_parser().parse_args(words)
-    monkeypatch.setattr(launched, "launcher_words", lambda: words)
-    monkeypatch.setattr(launched, "requested_topology", lambda: (options, None))
-    monkeypatch.setattr(sys, "argv", words[2:])
-    expected = f"accelerate launch --config_file {config} scripts/mnist_mlp.py --output_dir 'a b' --resume"
-    assert launched.resume_command("a b") == expected
-    monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
-    assert launched.resume_command("a b") == expected

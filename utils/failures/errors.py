@@ -6,7 +6,7 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..console import is_local_main, show, show_error
@@ -26,7 +26,7 @@ LIBRARY_ERRORS = {
     # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
     r"(?ims)^(?=Dist\w*Error:|RuntimeError: .*(/gloo/\S+\]|NCCL)).*"
     "(connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
-    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{to_continue}",
+    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}",
     # If the dataset raises an error in a worker, its text begins differently.
     r"(?m)^RuntimeError: DataLoader worker \(pid": "{reason}: if memory ran out, use fewer --num_workers",
     r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
@@ -40,14 +40,11 @@ LIBRARY_ERRORS = {
 }
 
 
-def explain(error: BaseException, to_continue: Callable[[], str] = str) -> str | None:
+def explain(error: BaseException) -> str | None:
     """The sentence for an error, described by the functions that were called and by the end of its traceback.
 
         main read ... recv_bytes
         EOFError: text
-
-    Args:
-        to_continue: returns the end of the sentence about a lost process.
 
     Returns:
         The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none.
@@ -65,7 +62,6 @@ def explain(error: BaseException, to_continue: Callable[[], str] = str) -> str |
         line=own_line(reversed(frames)),
         reason=reason.rstrip(". "),
         requested=f", which requested {size[1]}" if size else "",
-        to_continue=to_continue() if "{to_continue}" in sentence else "",
     )
 
 
@@ -78,22 +74,18 @@ def own_line(frames: Iterable[tuple]) -> str:
     return "an unknown line"
 
 
-def explain_errors(to_continue: Callable[[], str] = str) -> None:
-    """From now on, end the traceback of LIBRARY_ERRORS, of which the last lines are printed, with a sentence.
+def report(error: BaseException) -> bool:
+    """Print the last lines of the traceback of one of LIBRARY_ERRORS, and its sentence; returns whether it is one.
 
-    Every process with the error prints it, since theirs may differ, and reports it to the launcher.
+    Every process with the error prints it, since theirs may differ, and reports it to the launcher. Ctrl-C before the
+    training has a sentence, too.
     """
-
-    def hook(kind, error, trace) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            if is_local_main():
-                show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-        elif sentence := explain(error, to_continue):
-            sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
-            show_error(sentence)
-        else:
-            hook.other_hook(kind, error, trace)
-
-    # A second run in the same process replaces the hook of the first.
-    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
-    sys.excepthook = hook
+    if isinstance(error, KeyboardInterrupt):
+        if is_local_main():
+            show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
+        return True
+    sentence = explain(error)
+    if sentence:
+        sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
+        show_error(sentence)
+    return sentence is not None
