@@ -34,7 +34,6 @@ The core, in the order in which a script uses it:
     progress           log lines, timings, and peak memory
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
-    trackers           --log_with: log to tensorboard and other trackers, too
     pretrained         --pretrained: start from pretrained weights
     sample_metrics     metrics from the values of all samples; --metrics: metrics of the library evaluate
     console            prints lines and error messages, and ends the process with one

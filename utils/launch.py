@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -42,7 +43,6 @@ def make_accelerator(
     args: argparse.Namespace,
     cpu_threads: int | None = None,
     split_batch: bool = True,
-    log_with=None,
     find_unused_parameters: bool = False,
     kwargs_handlers=(),
 ) -> TrainingAccelerator:
@@ -54,7 +54,6 @@ def make_accelerator(
         cpu_threads: CPU threads per process. None: OMP_NUM_THREADS, or else the usable cores divided by the processes;
             1 with virtual processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
-        log_with: trackers besides --log_with: names, GeneralTracker objects, or a list of them.
         find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
         kwargs_handlers: as in Accelerator. A handler replaces the default one of its class.
     """
@@ -68,10 +67,9 @@ def make_accelerator(
         if settings.resume:
             stop("--resume needs the --output_dir of the run to continue")
     check_restarts(is_new_folder)
-    if settings.log_with or log_with:
-        from .trackers import check_trackers
-
-        settings.log_with = check_trackers(settings.log_with, log_with)
+    # Accelerate leaves out one that is not installed: huggingface/accelerate#520
+    if settings.log_with and settings.log_with not in ("all", *map(str, get_available_trackers())):
+        stop(f"--log_with {settings.log_with} is not a tracker of Accelerate whose package is installed")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
     accelerator = create_accelerator(settings, split_batch, [ddp, *kwargs_handlers])
     # From here on, collectives work.

@@ -4,31 +4,10 @@ import dataclasses
 from types import SimpleNamespace
 
 import torch
-from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
 
 from utils.console import show
 from utils.layout import Layout
-
-
-class OwnTracker(GeneralTracker):
-    """A tracker of the user's own: it keeps what it gets."""
-
-    name, requires_logging_directory = "own", False
-
-    def __init__(self):
-        super().__init__()
-        self.logged, self.config = [], None
-
-    @property
-    def tracker(self):
-        return self.logged
-
-    def store_init_configuration(self, values):
-        self.config = values
-
-    def log(self, values, step=None, **_):
-        self.logged.append((step, values))
 
 
 def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", **more):
