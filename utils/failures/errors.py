@@ -14,8 +14,7 @@ from ..console import is_local_main, show, show_error
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 WRAPPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("accelerator.py", "launch.py", "parallel/fsdp.py"))
 
-# A regular expression that is found in an error, as `explain` describes it, and what to say. The first that is found
-# counts.
+# A regular expression that is found in "Class: text" of an error, and what to say. The first that is found counts.
 LIBRARY_ERRORS = {
     # Python, NumPy, pyarrow; CUDA; cuBLAS, cuDNN; the CPU.
     r"(?ms)^(\w*MemoryError|(Runtime|Accelerator|DistBackend)Error: .*(out of memory|ALLOC_FAILED|can't allocate))": (
@@ -27,30 +26,13 @@ LIBRARY_ERRORS = {
     r"(?ims)^(?=Dist\w*Error:|RuntimeError: .*(/gloo/\S+\]|NCCL)).*"
     "(connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
     "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}",
-    # If the dataset raises an error in a worker, its text begins differently.
-    r"(?m)^RuntimeError: DataLoader worker \(pid": "{reason}: if memory ran out, use fewer --num_workers",
-    r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
-        "a data worker ended while it sent a batch: if memory ran out, use fewer --num_workers"
-    ),
-    # Workers hand their batches over there.
-    r"(?m)^RuntimeError: .*allocate shared memory": (
-        "/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers"
-    ),
     "chunk_cat.*Sparse|and sparse": "FSDP and --virtual_processes need dense gradients: sparse=False, or DDP alone",
 }
 
 
 def explain(error: BaseException) -> str | None:
-    """The sentence for an error, described by the functions that were called and by the end of its traceback.
-
-        main read ... recv_bytes
-        EOFError: text
-
-    Returns:
-        The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none.
-    """
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    described = f"{' '.join(frame.f_code.co_name for frame, _ in frames)}\n{type(error).__name__}: {error}"
+    """The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none."""
+    described = f"{type(error).__name__}: {error}"
     sentence = next((text for sign, text in LIBRARY_ERRORS.items() if re.search(sign, described)), None)
     if sentence is None:
         return None
@@ -59,7 +41,7 @@ def explain(error: BaseException) -> str | None:
     size = re.search(r"[Tt]ried to allocate (\S+ \w+)", described)
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
-        line=own_line(reversed(frames)),
+        line=own_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         reason=reason.rstrip(". "),
         requested=f", which requested {size[1]}" if size else "",
     )
