@@ -134,29 +134,21 @@ def check_topology(accelerator: Accelerator) -> None:
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 
 
-def route_address() -> str | None:
-    """This machine's address on the route to rank 0; None on a single machine, or without a route."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, only finds the route
-        except OSError:  # an IPv6 address, or no route
-            return None
-        address = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
-
-
 def bind_gloo_to_the_route() -> None:
-    """Make gloo listen on the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME is set.
+    """Make gloo listen on the interface that leads to rank 0, on another machine, unless GLOO_SOCKET_IFNAME is set.
 
     By default gloo uses the address of the host name: 127.0.1.1 on a stock Debian or Ubuntu, which no other machine
     can reach.
     """
-    address = route_address()
-    for interface, addresses in psutil.net_if_addrs().items() if address else ():
-        if address in [entry.address for entry in addresses]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return
+    # Sends nothing, only finds the route; an OSError: an IPv6 address, or no route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((os.environ["MASTER_ADDR"], 1))
+        address = probe.getsockname()[0]
+        for interface, addresses in psutil.net_if_addrs().items():
+            if address in [entry.address for entry in addresses] and not address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def data_parallel_gpus(accelerator: Accelerator) -> int:

@@ -1,5 +1,6 @@
 """A rank that hangs says where it is, and no healthy run is reported."""
 
+import contextlib
 import os
 import re
 import signal
@@ -117,11 +118,16 @@ def test_a_slow_checkpoint_is_not_reported(watched, tmp_path, monkeypatch):
 
 
 def test_gloo_is_bound_to_the_interface_of_the_route(monkeypatch):
-    monkeypatch.setattr(launched, "route_address", lambda: "127.0.0.1")
+    probe = SimpleNamespace(connect=lambda _: None, getsockname=lambda: ("10.0.0.5", 1))
+    monkeypatch.setattr(launched.socket, "socket", lambda *_: contextlib.nullcontext(probe))
+    addresses = {"lo": ["127.0.0.1"], "eth7": ["fe80::1", "10.0.0.5"]}
+    interfaces = {name: [SimpleNamespace(address=a) for a in found] for name, found in addresses.items()}
+    monkeypatch.setattr(launched.psutil, "net_if_addrs", lambda: interfaces)
+    for name, value in {"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
     launched.bind_gloo_to_the_route()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     launched.bind_gloo_to_the_route()
-    addresses = launched.psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
-    assert "127.0.0.1" in [entry.address for entry in addresses]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

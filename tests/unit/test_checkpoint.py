@@ -1046,11 +1046,3 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
 def test_a_type_that_safetensors_lacks_is_an_error_at_the_start(tmp_path, accelerator, part):
     with pytest.raises(KeyError, match="complex128"):
         checkpoints(accelerator, tmp_path, {"x": part})
-
-
-def test_a_schedule_without_an_entry_does_not_keep_its_first_value(tmp_path, accelerator):
-    saved(accelerator, tmp_path, build(0, accelerator))
-    path = tmp_path / "checkpoints" / "step_00000002"
-    rewrite(path, lambda manifest: manifest["state"]["scheduler"]["dict"].pop("last_epoch"))
-    with pytest.raises(ValueError, match="it has"):
-        checkpoints(accelerator, tmp_path, build(0, accelerator)).load()

@@ -66,9 +66,6 @@ class Checkpoints:
             and one of different models, optimizers, settings of schedules or precision. "total_steps" may change where
             no setting of a schedule depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
-
-    Raises:
-        SystemExit: if something in `state` cannot be saved.
     """
 
     numbers = itertools.count()  # counts this process's saves; the same on every rank, so it can name one
@@ -118,10 +115,6 @@ class Checkpoints:
         Args:
             run_state: JSON of the main process.
             sync: called first by the thread, to flush the files that `run_state` refers to.
-
-        Raises:
-            SystemExit: on every rank, if the previous checkpoint could not be written or had a parameter that is not
-                finite.
         """
         began = time.perf_counter()
         self.wait()
@@ -223,10 +216,6 @@ class Checkpoints:
 
         Returns:
             Its step and its run_state; (0, {}) where there is none.
-
-        Raises:
-            SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
-                does not see the folder.
         """
         has_some = on_main(self.accelerator, lambda: has_checkpoint(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)

@@ -76,7 +76,6 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         share: the files, in the order of their names, whose SHA-256 is checked.
 
     Raises:
-        SystemExit: it was written by another version of the code.
         ValueError: a file is missing or damaged; the message names it.
         OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
     """
@@ -109,9 +108,6 @@ def find_newest(folder: Path) -> tuple[str, dict]:
     """The name and manifest of the newest intact checkpoint. On the main process.
 
     Damaged ones are named, and renamed to damaged_step_*, since the run will write checkpoints of these steps again.
-
-    Raises:
-        SystemExit: none is intact.
     """
     paths = newest_first(folder)
     for number, path in enumerate(paths):
