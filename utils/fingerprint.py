@@ -49,5 +49,5 @@ def update(sha, content) -> None:
         # Private ones may be caches, handles, or lead back to the object.
         update(sha, {name: getattr(content, name) for name in names if not name.startswith("_")})
         if not names and has_address and kind not in NOT_COMPARED and is_local_main():
-            show(f"warning: items with a {kind} are not compared between processes and when resuming", "yellow")
+            show(f"warning: items with a {kind} are not compared between processes and when resuming")
         NOT_COMPARED.add(kind)

@@ -184,7 +184,6 @@ class ItemReader:
             show(
                 f"warning: one of the items {', '.join(map(str, chosen))} differs when it is read twice: the dataset "
                 "has its own random generator, so the data will depend on processes and workers, and change when "
-                "resuming; draw from the global generator of torch, Python or NumPy instead",
-                "yellow",
+                "resuming; draw from the global generator of torch, Python or NumPy instead"
             )
         return "differs"

@@ -109,8 +109,7 @@ def check_topology(accelerator: Accelerator) -> None:
     if started == 1 and tasks != "1":  # huggingface/accelerate#1239; a sweep may mean it
         show(
             f"warning: srun started {tasks} tasks, and each trains a separate model; for one model, start one task "
-            "per machine with accelerate launch in it, as accelerate_configs/slurm does",
-            "yellow",
+            "per machine with accelerate launch in it, as accelerate_configs/slurm does"
         )
     for promised, name in PROMISED_SIZES.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")

@@ -77,7 +77,7 @@ class Progress:
         """Print the result of the last test, and where the files are."""
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
-        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}", "green")
+        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}")
 
     def summary(self, step: int) -> dict:
         """The times of this launch, for summary.json."""

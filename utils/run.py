@@ -139,12 +139,11 @@ class Run:
         if before != num_slots and self.accelerator.is_main_process:
             show(
                 f"warning: a step had {plural(before, 'micro-batch')} and now has {num_slots}: random numbers in the "
-                "model, such as dropout, and BatchNorm go on with other values; not with --virtual_processes",
-                "yellow",
+                "model, such as dropout, and BatchNorm go on with other values; not with --virtual_processes"
             )
         changed = sorted(name for name in code | self.code if code.get(name) != self.code.get(name))
         if changed and self.accelerator.is_main_process:
-            show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}", "yellow")
+            show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}")
 
     def _warn_of_unsaved(self) -> None:
         """Warn once if a resumed run would begin anew with an optimizer that has a state, or a schedule."""
@@ -153,8 +152,7 @@ class Run:
         if names and self.accelerator.is_main_process:
             show(
                 f"warning: run.start(checkpoint=...) lacks {', '.join(names)} from accelerator.prepare: a resumed run "
-                'would begin anew with it; if you mean that, give None under its name: {..., "optimizer": None}',
-                "yellow",
+                'would begin anew with it; if you mean that, give None under its name: {..., "optimizer": None}'
             )
 
     def _attach(self, models: list[nn.Module]) -> None:

@@ -59,7 +59,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 stop(f"--output_dir {self.path} cannot be written to: {error.strerror}")
-            show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it", "yellow")
+            show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it")
         # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
         has_checkpoint = any(self.path.glob("checkpoints/step_*"))
         if not self.resume and (has_checkpoint or (self.path / "run.json").exists()):

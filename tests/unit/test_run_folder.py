@@ -172,7 +172,7 @@ class Terminal(io.StringIO):
 
 def test_colours_on_a_terminal_only(monkeypatch):
     def said(file):
-        console.show("error: so", "red", file)
+        console.show("error: so", file)
         return file.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)

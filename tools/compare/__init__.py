@@ -377,6 +377,6 @@ def compare_all(folders: list[Path], args) -> int:
     for other in runs[1:]:
         results.append(report(runs[0], other, args.tolerance))
         show("")
-    for code, verdict in results:
-        show(verdict, "red" if code else "green")
+    for _, verdict in results:
+        show(verdict)
     return max(code for code, _ in results)

@@ -55,8 +55,7 @@ def check_fits(checkpoints, saved: dict, step: int) -> None:
         # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
         show(
             f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
-            "number, as in LambdaLR, goes on with another learning rate",
-            "yellow",
+            "number, as in LambdaLR, goes on with another learning rate"
         )
     for kind in now | saved:
         path = "" if kind in ("flags", "models", "state") else kind
@@ -114,7 +113,7 @@ def find_newest(folder: Path) -> tuple[str, dict]:
         try:
             manifest, _ = read_checkpoint(path)
         except ValueError as damage:
-            show(f"warning: {path} is skipped: {damage}", "yellow")
+            show(f"warning: {path} is skipped: {damage}")
             continue
         for damaged in paths[:number]:
             aside = damaged.with_name(f"damaged_{damaged.name}")

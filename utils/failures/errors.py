@@ -64,7 +64,7 @@ def report(error: BaseException) -> bool:
     """
     if isinstance(error, KeyboardInterrupt):
         if is_local_main():
-            show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
+            show("stopped by Ctrl-C: nothing was saved", sys.stderr)
         return True
     sentence = explain(error)
     if sentence:

@@ -75,6 +75,6 @@ class StopSignal:
         sentence = f"stopped by a signal; step {step} is saved; to continue: {continued}"
         report_to_launcher(sentence)
         if self.accelerator.is_main_process:
-            show(sentence, "yellow")
+            show(sentence)
         self.accelerator.end_training()
         sys.exit(EXIT_REQUEUE)
