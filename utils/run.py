@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
+from .atomic_files import write_json
 from .banner import code_digests, print_banner
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
@@ -122,10 +123,6 @@ class Run:
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
-        if any(isinstance(layer, _BatchNorm) for model in models for layer in model.modules()):
-            from .parallel import batch_norm
-
-            batch_norm.check(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
@@ -157,13 +154,17 @@ class Run:
 
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
-        accelerator, args = self.accelerator, self.args
+        accelerator, args, sampler = self.accelerator, self.args, self.train_loader.sampler
+        layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
+            stop(
+                f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the "
+                "model has BatchNorm, which needs micro-batches of equal size"
+            )
         self.warned = set()
-        is_compared = self.model_parts is None and self.train_loader.sampler.accumulation > 1
+        is_compared = self.model_parts is None and sampler.accumulation > 1
         generators = [torch.default_generator, *self.devices]
         self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared, generators)
-        if args.save_best or args.patience:
-            accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if accelerator.layout.virtual_processes:
             from .parallel.virtual_processes import sum_gradients_by_tree
 
@@ -402,7 +403,7 @@ class Run:
         self.accelerator.trackers = []
 
         def write() -> dict:
-            self.folder.write_summary(summary)
+            write_json(self.folder.path / "summary.json", summary)
             self.progress.say_done(self.step, self.last_test, self.folder.path)
             return summary
 

@@ -99,9 +99,6 @@ class RunFolder:
         """Flush metrics.jsonl to disk; may be called from any thread."""
         fsync(self.path / "metrics.jsonl")
 
-    def write_summary(self, summary: dict) -> None:
-        write_json(self.path / "summary.json", summary)
-
     def read_summary(self, step: int) -> dict | None:
         """summary.json, if the run in this folder was completed at `step`. On the main process."""
         completed = read_entry(self.path / "summary.json", "step", int) == step

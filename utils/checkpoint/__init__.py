@@ -38,7 +38,6 @@ from .folder import (
     CheckpointError,
     Files,
     SaveMessages,
-    Tensors,
     copy_to_cpu,
     has_checkpoint,
     make_header,
@@ -236,7 +235,8 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     """
     tensors, _ = ModelState(accelerator.unwrap_model(model, keep_torch_compile=False)).save()
     owners, shapes = {}, {}
-    for rank, others in reversed([*enumerate(gather_object([on_meta(tensors)]))]):
+    on_meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    for rank, others in reversed([*enumerate(gather_object([on_meta]))]):
         owners |= dict.fromkeys(others, rank)
         shapes |= others
     header = make_header(shapes)
@@ -245,7 +245,11 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
         for name in header:
             tensor = tensors.get(name)
             if owners[name] > 0:
-                tensor = broadcast(accelerator, tensor, shapes[name], owners[name])
+                received = torch.empty_like(shapes[name], device=accelerator.device)
+                if accelerator.process_index == owners[name]:
+                    received.copy_(tensor)
+                distributed.broadcast(received.flatten().view(torch.uint8), owners[name])  # backends lack some dtypes
+                tensor = received
             yield tensor.full_tensor() if is_sharded(tensor) else tensor  # collective
 
     whole = whole_tensors()
@@ -261,17 +265,3 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
         for _ in whole:
             pass
     on_main(accelerator, write)
-
-
-def on_meta(tensors: dict) -> Tensors:
-    """Tensors of these shapes and types on the meta device."""
-    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-
-
-def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `tensor` of `rank`, on the device of each process; shape: as from `on_meta`. Collective."""
-    received = torch.empty_like(shape, device=accelerator.device)
-    if accelerator.process_index == rank:
-        received.copy_(tensor)
-    torch.distributed.broadcast(received.flatten().view(torch.uint8), rank)  # backends lack some dtypes
-    return received

@@ -19,19 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ..console import stop
-from ..sampler import GlobalSampler
 from .virtual_processes import Node, current_slot, tree_over_all, tree_push
-
-
-def check(models: list[nn.Module], sampler: GlobalSampler) -> None:
-    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
-        stop(
-            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of equal size"
-        )
 
 
 class BatchNorms:

@@ -77,11 +77,6 @@ def train_shards(optimizer: Optimizer) -> None:
         group["params"][:] = shards_of(group["params"])
 
 
-def supports_fused_step(accelerator: Accelerator) -> bool:
-    """Whether SGD can use fused=True: in torch 2.15 not for sharded parameters, unlike AdamW."""
-    return accelerator.distributed_type != DistributedType.FSDP
-
-
 def units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     """The modules that are gathered and freed on their own: entries of lists, such as blocks, and embeddings.
 
