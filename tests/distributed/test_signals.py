@@ -20,7 +20,6 @@ from conftest import ROOT
 from fakes import fake_accelerator
 
 from utils.failures import signals
-from utils.launch import install_error_hooks
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -258,18 +257,6 @@ def test_the_end_of_the_launcher_between_two_ctrl_c_changes_nothing(monkeypatch)
     assert ends == []
     os.kill(os.getpid(), signal.SIGINT)
     assert ends == [130]
-
-
-def test_ctrl_c_before_training_prints_no_traceback(monkeypatch, capsys):
-    install_error_hooks()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "x")
-    for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-        assert capsys.readouterr().err == expected
-    sys.excepthook(KeyError, KeyError("x"), None)
-    assert "KeyError: 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..console import is_local_main, show, show_error
+from ..console import show_error
 
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 WRAPPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("accelerator.py", "launch.py", "parallel/fsdp.py"))
@@ -59,13 +59,8 @@ def own_line(frames: Iterable[tuple]) -> str:
 def report(error: BaseException) -> bool:
     """Print the last lines of the traceback of one of LIBRARY_ERRORS, and its sentence; returns whether it is one.
 
-    Every process with the error prints it, since theirs may differ, and reports it to the launcher. Ctrl-C before the
-    training has a sentence, too.
+    Every process with the error prints it, since theirs may differ, and reports it to the launcher.
     """
-    if isinstance(error, KeyboardInterrupt):
-        if is_local_main():
-            show("stopped by Ctrl-C: nothing was saved", sys.stderr)
-        return True
     sentence = explain(error)
     if sentence:
         sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
