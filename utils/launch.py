@@ -44,7 +44,6 @@ def make_accelerator(
     cpu_threads: int | None = None,
     split_batch: bool = True,
     find_unused_parameters: bool = False,
-    kwargs_handlers=(),
 ) -> TrainingAccelerator:
     """Create the Accelerator, check it against the config file, seed all generators and set CPU threads. Collective.
 
@@ -55,7 +54,6 @@ def make_accelerator(
             1 with virtual processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
         find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
-        kwargs_handlers: as in Accelerator. A handler replaces the default one of its class.
     """
     if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
@@ -70,8 +68,7 @@ def make_accelerator(
     # Accelerate leaves out one that is not installed: huggingface/accelerate#520
     if settings.log_with and settings.log_with not in ("all", *map(str, get_available_trackers())):
         stop(f"--log_with {settings.log_with} is not a tracker of Accelerate whose package is installed")
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, split_batch, [ddp, *kwargs_handlers])
+    accelerator = create_accelerator(settings, split_batch, find_unused_parameters)
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
@@ -102,13 +99,14 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
-def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers: list) -> TrainingAccelerator:
+def create_accelerator(settings: argparse.Namespace, split_batch: bool, find_unused: bool) -> TrainingAccelerator:
     """Create the Accelerator without the defaults that silently train something else."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
     return TrainingAccelerator(
         # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
         # and reports a single process: N processes would train N separate models.
@@ -121,8 +119,7 @@ def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             getattr(settings, "gradient_accumulation_steps", 1), sync_with_dataloader=False, adjust_scheduler=False
         ),
-        # The last one of each class.
-        kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
+        kwargs_handlers=[timeout, ddp],
         virtual_processes=settings.virtual_processes,
         whole_gradients=settings.whole_gradients,
         split_batch=split_batch,
