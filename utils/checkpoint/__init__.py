@@ -49,7 +49,6 @@ from .state import (
     ModelState,
     ObjectState,
     OptimizerState,
-    assign_parts,
     files_to_write,
     name_parameters,
     tensor_parts,
@@ -139,7 +138,9 @@ class Checkpoints:
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": run_state,
             }
-        self._start_writing(step, tensors, assign_parts([parts for parts, _ in by_rank]), manifest, sync)
+        parts = [parts for parts, _ in by_rank]
+        shares = [own.difference(*parts[:rank]) for rank, own in enumerate(parts)]  # the first rank that has one
+        self._start_writing(step, tensors, shares, manifest, sync)
         self.save_time_s += time.perf_counter() - began
 
     def _start_writing(self, step: int, tensors: Files, shares: list[set], manifest: dict | None, sync) -> None:

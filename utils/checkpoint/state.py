@@ -185,11 +185,6 @@ def tensor_parts(files: Files) -> set[tuple[str, str, int]]:
     return {(file, name, local_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
 
 
-def assign_parts(by_rank: list[set]) -> list[set]:
-    """What each rank writes of the parts that each has: the first rank that has a part writes it."""
-    return [parts.difference(*by_rank[:rank]) for rank, parts in enumerate(by_rank)]
-
-
 def files_to_write(files: Files, share: set[tuple[str, str, int]], rank: int) -> Files:
     """The `share` of a rank of tensors by file."""
     chosen = {}
