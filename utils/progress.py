@@ -45,9 +45,6 @@ class Progress:
         finally:  # also after a break
             self.earlier_s, self.loop_began_at = self.train_s, None
 
-    def step_done(self, samples: int) -> None:
-        self.samples += samples
-
     def since_last_line(self) -> dict[str, float]:
         """Speed, and the percentage of time spent waiting for data, since the last call."""
         now = (self.train_s, self.wait_s, self.samples)

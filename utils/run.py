@@ -5,6 +5,7 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 
 import argparse
 import atexit
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
-from .atomic_files import write_json
+from .atomic_files import fsync, write_json
 from .banner import code_digests, print_banner
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
@@ -263,7 +264,7 @@ class Run:
             self.is_first_step = self.step_rule.is_compared = False
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.step += 1
-        self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
+        self.progress.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
@@ -299,7 +300,8 @@ class Run:
         self._check_weights()
         self._warn_of_unsaved()
         state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
-        self.checkpoints.save(self.step, {**self.run_state, **state}, self.folder.sync)
+        sync = functools.partial(fsync, self.folder.path / "metrics.jsonl")
+        self.checkpoints.save(self.step, {**self.run_state, **state}, sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

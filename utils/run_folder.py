@@ -95,10 +95,6 @@ class RunFolder:
         """The current length of metrics.jsonl."""
         return 0 if self.metrics_file is None else self.metrics_file.tell()
 
-    def sync(self) -> None:
-        """Flush metrics.jsonl to disk; may be called from any thread."""
-        fsync(self.path / "metrics.jsonl")
-
     def read_summary(self, step: int) -> dict | None:
         """summary.json, if the run in this folder was completed at `step`. On the main process."""
         completed = read_entry(self.path / "summary.json", "step", int) == step

@@ -32,27 +32,8 @@ from ..agree import on_main
 from ..atomic_files import write_atomically
 from ..console import Stop, show_error, stop
 from ..parallel.shards import is_sharded, plain_name
-from .folder import (
-    NEED_ONE_FOLDER,
-    RANK,
-    CheckpointError,
-    Files,
-    SaveMessages,
-    copy_to_cpu,
-    has_checkpoint,
-    make_header,
-    write_checkpoint,
-    write_rank_files,
-    write_tensors,
-)
-from .state import (
-    ModelState,
-    ObjectState,
-    OptimizerState,
-    files_to_write,
-    name_parameters,
-    tensor_parts,
-)
+from . import folder as disk
+from .state import ModelState, ObjectState, OptimizerState, files_to_write, name_parameters, tensor_parts
 
 
 class Checkpoints:
@@ -93,7 +74,7 @@ class Checkpoints:
         self.saved_step = None
         self.writing: Future | None = None
         self.others: list[int] = []  # the ranks but 0 that write parts of it
-        self.copies: Files = {}  # the next checkpoint reuses their memory
+        self.copies: disk.Files = {}  # the next checkpoint reuses their memory
         self.save_time_s = 0.0  # how long training waited
 
     def _must_match(self) -> dict:
@@ -143,15 +124,15 @@ class Checkpoints:
         self._start_writing(step, tensors, shares, manifest, sync)
         self.save_time_s += time.perf_counter() - began
 
-    def _start_writing(self, step: int, tensors: Files, shares: list[set], manifest: dict | None, sync) -> None:
+    def _start_writing(self, step: int, tensors: disk.Files, shares: list[set], manifest: dict | None, sync) -> None:
         """Copy this process's share of the tensors, if it has one; a thread writes it to the disk."""
         rank, name_of_save = self.accelerator.process_index, f"checkpoint/{next(self.numbers)}"
         self.others = others = [other for other in range(1, len(shares)) if shares[other]]
         if rank > 0 and rank not in others:
             return
         files = files_to_write(tensors, shares[rank], rank)
-        self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-        messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
+        self.copies = {file: disk.copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
+        messages = disk.SaveMessages(name_of_save, others, self.timeout_s) if others else None
         self.writing = Future()
         # Not a daemon: the interpreter waits for it at its end.
         arguments = self.writing, step, manifest, messages, sync
@@ -167,16 +148,16 @@ class Checkpoints:
             if rank == 0:
                 if sync is not None:
                     sync()
-                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.keep, messages)
+                disk.write_checkpoint(path, {"step": step, **manifest}, self.copies, self.keep, messages)
             else:
-                write_rank_files(path, self.copies, messages, rank)
+                disk.write_rank_files(path, self.copies, messages, rank)
             writing.set_result(None)
         except BaseException as error:
             problem = str(error)
             if isinstance(error, OSError):
                 problem = f"{path} cannot be written ({error.strerror})"
                 problem += ": --resume goes on from the checkpoint before it, if any"
-            if rank == 0 and problem and isinstance(error, (OSError, CheckpointError)):
+            if rank == 0 and problem and isinstance(error, (OSError, disk.CheckpointError)):
                 show_error(problem)
                 error = Stop(problem)
             writing.set_exception(error)
@@ -185,13 +166,13 @@ class Checkpoints:
 
     def _check_finite(self, step: int) -> None:
         for file, tensors in self.copies.items():
-            owner = re.sub(RANK, "", file).removesuffix(".safetensors")
+            owner = re.sub(disk.RANK, "", file).removesuffix(".safetensors")
             if owner not in self.models:
                 continue
             buffers = {plain_name(name) for name, _ in self.models[owner].named_buffers()}  # masks may be infinite
             for name, tensor in tensors.items():
                 if name not in buffers and not tensor.isfinite().all():
-                    raise CheckpointError(
+                    raise disk.CheckpointError(
                         f"{owner}.{name} is not finite after step {step}, which is not saved: "
                         "train with a smaller learning rate, or clip the gradients"
                     )
@@ -217,10 +198,10 @@ class Checkpoints:
         Returns:
             Its step and its run_state; (0, {}) where there is none.
         """
-        has_some = on_main(self.accelerator, lambda: has_checkpoint(self.folder))
+        has_some = on_main(self.accelerator, lambda: disk.has_checkpoint(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
         if any(is_split) and not all(seen):
-            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
+            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {disk.NEED_ONE_FOLDER}")
         if not has_some:
             return 0, {}
         from .reading import load_newest
@@ -240,7 +221,7 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     for rank, others in reversed([*enumerate(gather_object([on_meta]))]):
         owners |= dict.fromkeys(others, rank)
         shapes |= others
-    header = make_header(shapes)
+    header = disk.make_header(shapes)
 
     def whole_tensors():
         for name in header:
@@ -257,7 +238,7 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
 
     def write():
         try:
-            write_atomically(path, lambda part: write_tensors(part, header, whole))
+            write_atomically(path, lambda part: disk.write_tensors(part, header, whole))
         finally:
             for _ in whole:  # collective
                 pass
