@@ -23,20 +23,13 @@ from accelerate.utils import (
 )
 from torch import distributed
 
+from . import launched
 from .accelerator import TrainingAccelerator
 from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
 from .failures.processes import check_restarts, follow_launcher
 from .flags import with_defaults
-from .launched import (
-    bind_gloo_to_the_route,
-    check_gpus,
-    check_topology,
-    has_launcher,
-    share_of_cores,
-    wants_cpu,
-)
 
 
 def make_accelerator(
@@ -72,7 +65,7 @@ def make_accelerator(
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
-    check_topology(accelerator)
+    launched.check_topology(accelerator)
     if accelerator.num_processes > 1:
         from .failures.watchdog import watch
 
@@ -101,7 +94,7 @@ def use_deterministic_algorithms() -> None:
 
 def create_accelerator(settings: argparse.Namespace, split_batch: bool, find_unused: bool) -> TrainingAccelerator:
     """Create the Accelerator without the defaults that silently train something else."""
-    check_gpus()
+    launched.check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
@@ -110,7 +103,7 @@ def create_accelerator(settings: argparse.Namespace, split_batch: bool, find_unu
     return TrainingAccelerator(
         # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
         # and reports a single process: N processes would train N separate models.
-        cpu=wants_cpu() or not torch.accelerator.is_available(),
+        cpu=launched.wants_cpu() or not torch.accelerator.is_available(),
         log_with=settings.log_with,
         project_dir=settings.output_dir,
         # Without split_batches Accelerate steps the scheduler once per process: N times too fast.
@@ -140,7 +133,7 @@ def install_error_hooks() -> None:
     sys.excepthook = hook
     follow_launcher()
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        bind_gloo_to_the_route()
+        launched.bind_gloo_to_the_route()
 
 
 def abort_process_group() -> None:
@@ -156,11 +149,11 @@ def set_cpu_threads(cpu_threads: int | None) -> None:
     """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else `share_of_cores`."""
     if cpu_threads is None:
         environment = os.environ
-        if has_launcher():  # it sets a default
+        if launched.has_launcher():  # it sets a default
             try:
                 environment = psutil.Process().parent().environ()
             except (psutil.Error, AttributeError):  # somebody else's process, or in another container
                 environment = {}
         asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-        cpu_threads = int(asked) if asked.isdecimal() else share_of_cores()
+        cpu_threads = int(asked) if asked.isdecimal() else launched.share_of_cores()
     torch.set_num_threads(max(1, cpu_threads))

@@ -98,7 +98,7 @@ def test_more_processes_than_gpus_stop_the_run_before_nccl_starts(monkeypatch, c
     ):
         monkeypatch.setenv(name, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        launch.check_gpus()
+        launch.launched.check_gpus()
 
 
 @pytest.mark.parametrize("flags", [{}, {"deterministic": True}, {"virtual_processes": 4}])
@@ -268,7 +268,7 @@ def test_the_processes_share_the_cores_of_the_affinity_and_of_the_quota(
 
 @pytest.mark.parametrize(("asked", "expected"), [("5,2", 5), ("abc", 2), ("0", 1), ("-1", 2), (None, 2)])
 def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch, asked, expected):
-    monkeypatch.setattr(launch, "share_of_cores", lambda: 2)
+    monkeypatch.setattr(launch.launched, "share_of_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch.set_cpu_threads(None)
     assert torch.get_num_threads() == expected
