@@ -85,11 +85,8 @@ class RunFolder:
         write_json(self.path / "run.json", content)  # also flushes the folder, with the name of metrics.jsonl
 
     def write_metrics(self, line: dict) -> None:
-        try:
-            self.metrics_file.write(json.dumps(line).encode() + b"\n")
-            self.metrics_file.flush()
-        except OSError as error:
-            stop(f"{self.path}/metrics.jsonl cannot be written ({error.strerror}): solve this, then use --resume")
+        self.metrics_file.write(json.dumps(line).encode() + b"\n")
+        self.metrics_file.flush()
 
     def metrics_bytes(self) -> int:
         """The current length of metrics.jsonl."""
