@@ -39,17 +39,8 @@ def test_a_failed_allocation_of_a_library_is_out_of_memory(error, is_out_of_memo
     assert ("ran out of memory at " in (explain(error) or "")) == is_out_of_memory
 
 
-@pytest.mark.parametrize(
-    ("error", "asked"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
-            ", which requested 2.50 GiB",
-        ),
-        (MemoryError(), ""),
-    ],
-)
-def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, asked):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to ..."), MemoryError()])
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error):
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(errors.socket, "gethostname", lambda: "alpha")
     monkeypatch.setenv("RANK", "3")
@@ -58,7 +49,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     sys.excepthook(type(error), error, None)
     of_torch, said = capsys.readouterr().err.splitlines()
     assert of_torch.startswith(traceback.format_exception_only(error)[0].split(":")[0].strip())
-    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
+    assert said.startswith("error: rank 3 on alpha ran out of memory at an unknown line: use a smaller model")
     assert said in (tmp_path / "error.json").read_text()
 
 

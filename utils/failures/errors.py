@@ -18,7 +18,7 @@ WRAPPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("accelerator
 LIBRARY_ERRORS = {
     # Python, NumPy, pyarrow; CUDA; cuBLAS, cuDNN; the CPU.
     r"(?ms)^(\w*MemoryError|(Runtime|Accelerator|DistBackend)Error: .*(out of memory|ALLOC_FAILED|can't allocate))": (
-        "{rank} ran out of memory at {line}{requested}: use a smaller model, or more accumulation steps: the same "
+        "{rank} ran out of memory at {line}: use a smaller model, or more accumulation steps: the same "
         "steps from smaller micro-batches"
     ),
     # A process is gone or does not answer. Other errors of torch.distributed, such as wrong shapes, do not match.
@@ -38,12 +38,10 @@ def explain(error: BaseException) -> str | None:
         return None
     # Without gloo's "[source file:line] " before the reason and its advice after it.
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". This is typically")[0]
-    size = re.search(r"[Tt]ried to allocate (\S+ \w+)", described)
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
         line=own_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         reason=reason.rstrip(". "),
-        requested=f", which requested {size[1]}" if size else "",
     )
 
 
