@@ -45,8 +45,7 @@ def launcher_words() -> list[str] | None:
 
 def has_launcher() -> bool:
     """Whether `accelerate launch` or torchrun started this process; they set these variables."""
-    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    return bool(by_environment) or launcher_words() is not None
+    return bool({"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
 
 
 @functools.cache

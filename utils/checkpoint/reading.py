@@ -16,8 +16,6 @@ from ..console import show, stop
 from .folder import FORMAT, NEED_ONE_FOLDER, RANK, checksum, newest_first
 from .state import SavedTensor, type_and_shape
 
-SavedFiles = dict[str, dict[str, SavedTensor]]
-
 
 def load_newest(checkpoints) -> tuple[int, dict]:
     """Load the newest intact one of the Checkpoints; returns its step and its run_state. Collective.
@@ -66,7 +64,7 @@ def check_fits(checkpoints, saved: dict, step: int) -> None:
             stop(f"the run in {checkpoints.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
-def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles]:
+def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, dict[str, dict[str, SavedTensor]]]:
     """The manifest of a checkpoint and its tensors, by file and name; the parts of sharded tensors are joined.
 
     The tensors are memory-mapped: copy what must outlive the files.

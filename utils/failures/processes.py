@@ -16,13 +16,10 @@ from torch import distributed
 from ..console import stop
 from ..launched import has_launcher
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
-
 
 def end_with_parent(number: int) -> None:
     """Have Linux send this process a signal when its parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def follow_launcher() -> None:
