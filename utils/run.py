@@ -116,9 +116,7 @@ class Run:
         self.unsaved = [] if model_parts else same_state.check_prepared(accelerator, self.checkpoints, is_meant)
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.run_state.get("metrics"))
-        topology = print_banner(
-            accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
-        )
+        topology = print_banner(accelerator, train_loader, total_steps, data, path, model_parts)
         summary = on_main(accelerator, lambda: self.folder.read_summary(self.step))
         if summary and (self.step == total_steps or summary["stopped_early"]):
             self.completed = summary

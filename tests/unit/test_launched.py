@@ -10,6 +10,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
 from utils import agree, banner, launched
+from utils.loader import GlobalLoader
 
 
 def cluster(**keys):
@@ -196,7 +197,8 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     }
     monkeypatch.setattr(banner, "describe_topology", lambda accelerator: runs)
     data = {"dataset": "a\x1b[31m", "train samples": 1003}
-    banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, data, 64)
+    accelerator = fake_accelerator(4, accumulation=2)
+    banner.print_banner(accelerator, GlobalLoader(range(640), 64, accelerator, seed=0), 25, data, "runs/a")
     said = capsys.readouterr().out
     assert "4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16\n" in said
     assert "some.yaml\n" in said

@@ -26,7 +26,6 @@ def load_newest(checkpoints) -> tuple[int, dict]:
     name, manifest = on_main(accelerator, lambda: find_newest(folder))
     path, rank = folder / name, accelerator.process_index
     share = slice(rank, None, accelerator.num_processes) if rank else slice(0)  # rank 0 has checked all files
-    problem = None
     try:
         own, files = read_checkpoint(path, share)
         problem = None if own == manifest else "it has a different one"
