@@ -131,3 +131,7 @@ def test_gloo_is_bound_to_the_interface_of_the_route(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     launched.bind_gloo_to_the_route()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    probe.getsockname = lambda: ("127.0.0.1", 1)  # rank 0 is on this machine
+    launched.bind_gloo_to_the_route()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
