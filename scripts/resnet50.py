@@ -210,7 +210,7 @@ def make_optimizer(args, model, accelerator):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": args.norm_weight_decay},
     ]
-    fused = not accelerator.is_fsdp2  # in torch 2.15 not of sharded parameters, unlike AdamW
+    fused = not accelerator.is_fsdp2  # a fused step of SGD takes no sharded parameters in torch 2.15, unlike AdamW's
     return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=fused)
 
 
