@@ -34,7 +34,7 @@ from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, 
 from utils.launched import data_parallel_gpus, share_of_cores
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.fsdp import shard, supports_fused_step, update_average
+from utils.parallel.fsdp import shard, update_average
 from utils.pretrained import load_pretrained
 from utils.run import Run
 
@@ -210,7 +210,7 @@ def make_optimizer(args, model, accelerator):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": args.norm_weight_decay},
     ]
-    fused = supports_fused_step(accelerator)
+    fused = not accelerator.is_fsdp2  # a fused step of SGD takes no sharded parameters in torch 2.15, unlike AdamW's
     return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=fused)
 
 

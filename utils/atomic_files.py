@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .console import stop
-
 
 def write_atomically(path: Path, save: Callable[[Path], object]) -> None:
     """Write a file with `save(temporary_path)`, flush it to the disk, then rename it to `path`.
@@ -29,11 +27,8 @@ def write_atomically(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write indented JSON as `write_atomically` does, other objects as text. Raises: SystemExit, if that fails."""
-    try:
-        write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=2, default=str) + "\n"))
-    except OSError as error:
-        stop(f"{path} cannot be written: {error.strerror or error}")
+    """Write indented JSON as `write_atomically` does, other objects as text."""
+    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
 def read_entry(path: Path, name: str, kind: type):

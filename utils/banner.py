@@ -62,15 +62,7 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-def print_banner(
-    accelerator: Accelerator,
-    output_dir: str | os.PathLike,
-    steps_per_epoch: int,
-    total_steps: int,
-    data: dict,
-    batch_size: int,
-    model_parts=None,
-) -> dict:
+def print_banner(accelerator: Accelerator, loader, total_steps: int, data: dict, output_dir, model_parts=None) -> dict:
     """Print the banner; returns `describe_topology`, with the notes of `model_parts`. Collective."""
     topology = describe_topology(accelerator)
     processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
@@ -83,6 +75,7 @@ def print_banner(
     kind = f" (DataParallel over {gpus} GPUs)" if gpus > 1 else ""
     if processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
+    steps_per_epoch, batch_size = len(loader), loader.sampler.batch_size
     size, rest = divmod(batch_size, accelerator.layout.num_slots)
     size = f"{size} or {size + 1}" if rest else size
     batch = model_parts.batch if model_parts else f"{size} per process x {plural(processes, 'process')}"

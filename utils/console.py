@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-CLEAR_LINE = "\r\033[K"  # on a terminal
-COLOURS = {"red": 31, "green": 32, "yellow": 33}
+COLOURS = {"error:": 31, "done:": 32, "warning:": 33}  # of the first word, on a terminal
 
 
 def is_local_main() -> bool:
@@ -22,21 +21,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\t\n" else ascii(c)[1:-1] for c in text)
 
 
-def show(text: str, colour: str = "", file=None) -> None:
-    """Print a line. On a terminal, colour the first word.
+def show(text: str, file=None) -> None:
+    """Print a line, to stdout by default. On a terminal, colour the first word if it is one of COLOURS.
 
     If the reader has gone (Ctrl-C ends the `tee` of `script | tee log` at once) or the disk of a log file is full, all
     further output is dropped, and the run goes on to its next checkpoint.
-
-    Args:
-        colour: a key of COLOURS, or "". Ignored if NO_COLOR is set or `file` is not a terminal.
-        file: stdout by default.
     """
     file = file or sys.stdout
     text = printable(text)
-    if colour and file.isatty() and not os.environ.get("NO_COLOR"):
-        first, space, rest = text.partition(" ")
-        text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{rest}"
+    first, space, rest = text.partition(" ")
+    if first in COLOURS and file.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\033[1;{COLOURS[first]}m{first}\033[0m{space}{rest}"
     try:
         print(text, file=file, flush=True)
     except OSError as error:
@@ -44,7 +39,7 @@ def show(text: str, colour: str = "", file=None) -> None:
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), file.fileno())
         if file is sys.stdout:
-            show(f"warning: the run goes on without output: {error.strerror}", "yellow", sys.stderr)
+            show(f"warning: the run goes on without output: {error.strerror}", sys.stderr)
 
 
 def report_to_launcher(sentence: str) -> None:
@@ -60,7 +55,7 @@ def show_error(sentence: str, alone: bool = True) -> None:
     """Print an error message, on any rank or else once per machine, and report it to the launcher."""
     report_to_launcher(f"error: {sentence}")
     if alone or is_local_main():
-        show(f"error: {sentence}", "red", sys.stderr)
+        show(f"error: {sentence}", sys.stderr)
 
 
 class Stop(SystemExit):

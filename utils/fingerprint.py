@@ -6,10 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from .console import is_local_main, show
-
-NOT_COMPARED = set()  # kinds of objects that a warning has named
-
 
 def digest(content) -> str:
     """16 hex digits of nested tensors, arrays, images, numbers, strings, and public attributes of other objects."""
@@ -44,10 +40,6 @@ def update(sha, content) -> None:
     else:
         kind = type(content).__qualname__
         names = getattr(content, "__dataclass_fields__", None) or getattr(content, "__dict__", {})
-        has_address = " at 0x" in repr(content)
-        sha.update((kind if names or has_address else repr(content)).encode())
+        sha.update((kind if names or " at 0x" in repr(content) else repr(content)).encode())  # not an address
         # Private ones may be caches, handles, or lead back to the object.
         update(sha, {name: getattr(content, name) for name in names if not name.startswith("_")})
-        if not names and has_address and kind not in NOT_COMPARED and is_local_main():
-            show(f"warning: items with a {kind} are not compared between processes and when resuming", "yellow")
-        NOT_COMPARED.add(kind)

@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 
-from .console import is_local_main, stop
+from .console import stop
 
 # These flags may differ between machines. The data are compared by their fingerprint.
 PER_MACHINE = frozenset({"output_dir", "dataset", "cache_dir", "num_workers"})
@@ -27,7 +27,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with help and one-line errors printed once per machine.
+    """argparse with one-line errors, printed once per machine.
 
     The parsed namespace has a list `may_change`: the flags in groups made with `may_change=True`.
 
@@ -88,10 +88,6 @@ class ArgumentParser(argparse.ArgumentParser):
                 "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off"
             )
             run.add_argument("--whole_gradients", action="store_true", help="FSDP: reduce once per step; more memory")
-
-    def print_help(self, file=None):
-        if is_local_main():
-            super().print_help(file)
 
     def error(self, message):
         stop(f"{message} (--help lists all flags)")

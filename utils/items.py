@@ -2,7 +2,10 @@
 
 import contextlib
 import itertools
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +14,7 @@ from accelerate.utils import find_batch_size, send_to_device
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
 from .console import is_local_main, show, stop
-from .failures.signals import obey_only_parent
+from .failures.processes import end_with_parent
 from .fingerprint import digest
 from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
@@ -105,6 +108,25 @@ class Requests:
         return self.source
 
 
+def obey_only_parent(_worker: int = 0) -> None:
+    """For `worker_init_fn` of a DataLoader: the worker ends with its parent, or when the parent sends SIGTERM.
+
+    Slurm and Kubernetes send SIGTERM to every process of a job, but the parent needs the worker's data to finish the
+    step that it then saves. Programs that the dataset starts inherit the blocked SIGTERM.
+    """
+    if sys.platform != "linux":
+        return
+    end_with_parent(signal.SIGKILL)  # the worker may be stuck in a read
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def end_when_told() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_when_told, daemon=True).start()
+
+
 class ItemReader:
     """Reads micro-batches, in workers if there are any. For the arguments, see GlobalLoader."""
 
@@ -162,7 +184,6 @@ class ItemReader:
             show(
                 f"warning: one of the items {', '.join(map(str, chosen))} differs when it is read twice: the dataset "
                 "has its own random generator, so the data will depend on processes and workers, and change when "
-                "resuming; draw from the global generator of torch, Python or NumPy instead",
-                "yellow",
+                "resuming; draw from the global generator of torch, Python or NumPy instead"
             )
         return "differs"

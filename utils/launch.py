@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -22,31 +23,20 @@ from accelerate.utils import (
 )
 from torch import distributed
 
+from . import launched
 from .accelerator import TrainingAccelerator
 from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
-from .failures.errors import explain_errors
 from .failures.processes import check_restarts, follow_launcher
 from .flags import with_defaults
-from .launched import (
-    bind_gloo_to_the_route,
-    check_gpus,
-    check_topology,
-    has_launcher,
-    resume_command,
-    share_of_cores,
-    wants_cpu,
-)
 
 
 def make_accelerator(
     args: argparse.Namespace,
     cpu_threads: int | None = None,
     split_batch: bool = True,
-    log_with=None,
     find_unused_parameters: bool = False,
-    kwargs_handlers=(),
 ) -> TrainingAccelerator:
     """Create the Accelerator, check it against the config file, seed all generators and set CPU threads. Collective.
 
@@ -56,13 +46,11 @@ def make_accelerator(
         cpu_threads: CPU threads per process. None: OMP_NUM_THREADS, or else the usable cores divided by the processes;
             1 with virtual processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
-        log_with: trackers besides --log_with: names, GeneralTracker objects, or a list of them.
         find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
-        kwargs_handlers: as in Accelerator. A handler replaces the default one of its class.
     """
     if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
-    install_error_hooks(args)
+    install_error_hooks()
     settings = with_defaults(args)
     is_new_folder = not settings.output_dir
     if is_new_folder:
@@ -70,16 +58,14 @@ def make_accelerator(
         if settings.resume:
             stop("--resume needs the --output_dir of the run to continue")
     check_restarts(is_new_folder)
-    if settings.log_with or log_with:
-        from .trackers import check_trackers
-
-        settings.log_with = check_trackers(settings.log_with, log_with)
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, split_batch, [ddp, *kwargs_handlers])
+    # Accelerate leaves out one that is not installed: huggingface/accelerate#520
+    if settings.log_with and settings.log_with not in ("all", *map(str, get_available_trackers())):
+        stop(f"--log_with {settings.log_with} is not a tracker of Accelerate whose package is installed")
+    accelerator = create_accelerator(settings, split_batch, find_unused_parameters)
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
-    check_topology(accelerator)
+    launched.check_topology(accelerator)
     if accelerator.num_processes > 1:
         from .failures.watchdog import watch
 
@@ -106,17 +92,18 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
-def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers: list) -> TrainingAccelerator:
+def create_accelerator(settings: argparse.Namespace, split_batch: bool, find_unused: bool) -> TrainingAccelerator:
     """Create the Accelerator without the defaults that silently train something else."""
-    check_gpus()
+    launched.check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
     return TrainingAccelerator(
         # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
         # and reports a single process: N processes would train N separate models.
-        cpu=wants_cpu() or not torch.accelerator.is_available(),
+        cpu=launched.wants_cpu() or not torch.accelerator.is_available(),
         log_with=settings.log_with,
         project_dir=settings.output_dir,
         # Without split_batches Accelerate steps the scheduler once per process: N times too fast.
@@ -125,24 +112,28 @@ def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             getattr(settings, "gradient_accumulation_steps", 1), sync_with_dataloader=False, adjust_scheduler=False
         ),
-        # The last one of each class.
-        kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
+        kwargs_handlers=[timeout, ddp],
         virtual_processes=settings.virtual_processes,
         whole_gradients=settings.whole_gradients,
         split_batch=split_batch,
     )
 
 
-def install_error_hooks(args: argparse.Namespace) -> None:
+def install_error_hooks() -> None:
     """Follow the launcher to its death, and explain the errors of libraries."""
 
-    def to_continue() -> str:
-        return f"; to continue: {resume_command(getattr(args, 'output_dir', None))}" if hasattr(args, "resume") else ""
+    def hook(kind, error, trace) -> None:
+        from .failures.errors import report
 
+        if not report(error):
+            hook.other_hook(kind, error, trace)
+
+    # A second run in the same process replaces the hook of the first.
+    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
+    sys.excepthook = hook
     follow_launcher()
-    explain_errors(to_continue)
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        bind_gloo_to_the_route()
+        launched.bind_gloo_to_the_route()
 
 
 def abort_process_group() -> None:
@@ -158,11 +149,11 @@ def set_cpu_threads(cpu_threads: int | None) -> None:
     """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else `share_of_cores`."""
     if cpu_threads is None:
         environment = os.environ
-        if has_launcher():  # it sets a default
+        if launched.has_launcher():  # it sets a default
             try:
                 environment = psutil.Process().parent().environ()
             except (psutil.Error, AttributeError):  # somebody else's process, or in another container
                 environment = {}
         asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-        cpu_threads = int(asked) if asked.isdecimal() else share_of_cores()
+        cpu_threads = int(asked) if asked.isdecimal() else launched.share_of_cores()
     torch.set_num_threads(max(1, cpu_threads))

@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import os
-import shlex
 import socket
-import sys
 from pathlib import Path
 
 import psutil
@@ -47,8 +45,7 @@ def launcher_words() -> list[str] | None:
 
 def has_launcher() -> bool:
     """Whether `accelerate launch` or torchrun started this process; they set these variables."""
-    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    return bool(by_environment) or launcher_words() is not None
+    return bool({"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
 
 
 @functools.cache
@@ -111,8 +108,7 @@ def check_topology(accelerator: Accelerator) -> None:
     if started == 1 and tasks != "1":  # huggingface/accelerate#1239; a sweep may mean it
         show(
             f"warning: srun started {tasks} tasks, and each trains a separate model; for one model, start one task "
-            "per machine with accelerate launch in it, as accelerate_configs/slurm does",
-            "yellow",
+            "per machine with accelerate launch in it, as accelerate_configs/slurm does"
         )
     for promised, name in PROMISED_SIZES.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
@@ -136,29 +132,21 @@ def check_topology(accelerator: Accelerator) -> None:
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 
 
-def route_address() -> str | None:
-    """This machine's address on the route to rank 0; None on a single machine, or without a route."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, only finds the route
-        except OSError:  # an IPv6 address, or no route
-            return None
-        address = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
-
-
 def bind_gloo_to_the_route() -> None:
-    """Make gloo listen on the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME is set.
+    """Make gloo listen on the interface that leads to rank 0, on another machine, unless GLOO_SOCKET_IFNAME is set.
 
     By default gloo uses the address of the host name: 127.0.1.1 on a stock Debian or Ubuntu, which no other machine
     can reach.
     """
-    address = route_address()
-    for interface, addresses in psutil.net_if_addrs().items() if address else ():
-        if address in [entry.address for entry in addresses]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return
+    # Sends nothing, only finds the route; an OSError: an IPv6 address, or no route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((os.environ["MASTER_ADDR"], 1))
+        address = probe.getsockname()[0]
+        for interface, addresses in psutil.net_if_addrs().items():
+            if address in [entry.address for entry in addresses] and not address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def data_parallel_gpus(accelerator: Accelerator) -> int:
@@ -176,16 +164,3 @@ def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         quota, period = map(int, quota_file.read_text().split())
         cores.append(quota // period)
     return max(1, min(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def resume_command(output_dir: str | None) -> str:
-    """The command that continues the run in `output_dir`: what the user typed, plus --resume."""
-    launcher = [Path(sys.executable).name]
-    if launcher_words() is not None:
-        options, _ = requested_topology()
-        script_position = launcher_words().index(options.training_script)
-        launcher = ["accelerate", "launch", *launcher_words()[:script_position]]
-    flags = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    if output_dir is not None and all(flag.partition("=")[0] != "--output_dir" for flag in flags):
-        flags += ["--output_dir", str(output_dir)]
-    return shlex.join([*launcher, sys.argv[0], *flags, "--resume"])

@@ -34,11 +34,6 @@ def virtual_processes(run: Run) -> int:
     return run.accelerator.layout.virtual_processes
 
 
-def is_stand_in(batch: Batch) -> bool:
-    """Whether a micro-batch has no sample of its own, but one that counts nothing."""
-    return batch.is_stand_in
-
-
 def wrap_collate(loader: GlobalLoader, wrap: Callable[[Callable], Callable], unwrap: Callable[[Any], Any]) -> None:
     """Have `wrap(collate_fn)` make each batch of a loader's items, also in workers; `batch.data` is then what it makes.
 

@@ -1,6 +1,7 @@
 """The progress of a run on the screen, its times, and its peak memory."""
 
 import datetime
+import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -45,9 +46,6 @@ class Progress:
         finally:  # also after a break
             self.earlier_s, self.loop_began_at = self.train_s, None
 
-    def step_done(self, samples: int) -> None:
-        self.samples += samples
-
     def since_last_line(self) -> dict[str, float]:
         """Speed, and the percentage of time spent waiting for data, since the last call."""
         now = (self.train_s, self.wait_s, self.samples)
@@ -77,7 +75,7 @@ class Progress:
         """Print the result of the last test, and where the files are."""
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
-        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}", "green")
+        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}")
 
     def summary(self, step: int) -> dict:
         """The times of this launch, for summary.json."""
@@ -91,12 +89,11 @@ class Progress:
 
 def metric_text(name: str, value: float) -> str:
     """A metric for the screen, formatted by the last word of its name: loss 0.1234, accuracy 98.19%."""
-    if name == "samples_per_s":
-        return f"{value:,.0f} samples/s"
-    if name == "data_wait_pct":
-        return f"{value:.0f}% waiting for data"
-    formats = {"loss": "{:.4f}", "accuracy": "{:.2%}", "lr": "{:.2e}"}
-    return f"{name} " + formats.get(name.rpartition("_")[2], "{:.4g}").format(value)
+    whole = {"samples_per_s": "{:,.0f} samples/s", "data_wait_pct": "{:.0f}% waiting for data"}
+    by_last_word = {"loss": "{:.4f}", "accuracy": "{:.2%}", "lr": "{:.2e}"}
+    if name in whole:
+        return whole[name].format(value)
+    return f"{name} " + by_last_word.get(name.rpartition("_")[2], "{:.4g}").format(value)
 
 
 def own_peak_memory_gib(device: torch.device) -> float:
@@ -107,8 +104,6 @@ def own_peak_memory_gib(device: torch.device) -> float:
         # Not getrusage, whose peak includes the launcher's memory from before this program started.
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
-    import resource  # Windows does not have it
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS
 
 

@@ -5,6 +5,7 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 
 import argparse
 import atexit
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
+from .atomic_files import fsync, write_json
 from .banner import code_digests, print_banner
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
@@ -114,18 +116,12 @@ class Run:
         self.unsaved = [] if model_parts else same_state.check_prepared(accelerator, self.checkpoints, is_meant)
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.run_state.get("metrics"))
-        topology = print_banner(
-            accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
-        )
+        topology = print_banner(accelerator, train_loader, total_steps, data, path, model_parts)
         summary = on_main(accelerator, lambda: self.folder.read_summary(self.step))
         if summary and (self.step == total_steps or summary["stopped_early"]):
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
-        if any(isinstance(layer, _BatchNorm) for model in models for layer in model.modules()):
-            from .parallel import batch_norm
-
-            batch_norm.check(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
@@ -139,12 +135,11 @@ class Run:
         if before != num_slots and self.accelerator.is_main_process:
             show(
                 f"warning: a step had {plural(before, 'micro-batch')} and now has {num_slots}: random numbers in the "
-                "model, such as dropout, and BatchNorm go on with other values; not with --virtual_processes",
-                "yellow",
+                "model, such as dropout, and BatchNorm go on with other values; not with --virtual_processes"
             )
         changed = sorted(name for name in code | self.code if code.get(name) != self.code.get(name))
         if changed and self.accelerator.is_main_process:
-            show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}", "yellow")
+            show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}")
 
     def _warn_of_unsaved(self) -> None:
         """Warn once if a resumed run would begin anew with an optimizer that has a state, or a schedule."""
@@ -153,19 +148,22 @@ class Run:
         if names and self.accelerator.is_main_process:
             show(
                 f"warning: run.start(checkpoint=...) lacks {', '.join(names)} from accelerator.prepare: a resumed run "
-                'would begin anew with it; if you mean that, give None under its name: {..., "optimizer": None}',
-                "yellow",
+                'would begin anew with it; if you mean that, give None under its name: {..., "optimizer": None}'
             )
 
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
-        accelerator, args = self.accelerator, self.args
+        accelerator, args, sampler = self.accelerator, self.args, self.train_loader.sampler
+        layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
+            stop(
+                f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the "
+                "model has BatchNorm, which needs micro-batches of equal size"
+            )
         self.warned = set()
-        is_compared = self.model_parts is None and self.train_loader.sampler.accumulation > 1
+        is_compared = self.model_parts is None and sampler.accumulation > 1
         generators = [torch.default_generator, *self.devices]
         self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared, generators)
-        if args.save_best or args.patience:
-            accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if accelerator.layout.virtual_processes:
             from .parallel.virtual_processes import sum_gradients_by_tree
 
@@ -264,7 +262,7 @@ class Run:
             self.is_first_step = self.step_rule.is_compared = False
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.step += 1
-        self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
+        self.progress.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
@@ -300,7 +298,8 @@ class Run:
         self._check_weights()
         self._warn_of_unsaved()
         state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
-        self.checkpoints.save(self.step, {**self.run_state, **state}, self.folder.sync)
+        sync = functools.partial(fsync, self.folder.path / "metrics.jsonl")
+        self.checkpoints.save(self.step, {**self.run_state, **state}, sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
@@ -404,7 +403,7 @@ class Run:
         self.accelerator.trackers = []
 
         def write() -> dict:
-            self.folder.write_summary(summary)
+            write_json(self.folder.path / "summary.json", summary)
             self.progress.say_done(self.step, self.last_test, self.folder.path)
             return summary
 

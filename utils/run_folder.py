@@ -59,7 +59,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 stop(f"--output_dir {self.path} cannot be written to: {error.strerror}")
-            show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it", "yellow")
+            show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it")
         # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
         has_checkpoint = any(self.path.glob("checkpoints/step_*"))
         if not self.resume and (has_checkpoint or (self.path / "run.json").exists()):
@@ -85,22 +85,12 @@ class RunFolder:
         write_json(self.path / "run.json", content)  # also flushes the folder, with the name of metrics.jsonl
 
     def write_metrics(self, line: dict) -> None:
-        try:
-            self.metrics_file.write(json.dumps(line).encode() + b"\n")
-            self.metrics_file.flush()
-        except OSError as error:
-            stop(f"{self.path}/metrics.jsonl cannot be written ({error.strerror}): solve this, then use --resume")
+        self.metrics_file.write(json.dumps(line).encode() + b"\n")
+        self.metrics_file.flush()
 
     def metrics_bytes(self) -> int:
         """The current length of metrics.jsonl."""
         return 0 if self.metrics_file is None else self.metrics_file.tell()
-
-    def sync(self) -> None:
-        """Flush metrics.jsonl to disk; may be called from any thread."""
-        fsync(self.path / "metrics.jsonl")
-
-    def write_summary(self, summary: dict) -> None:
-        write_json(self.path / "summary.json", summary)
 
     def read_summary(self, step: int) -> dict | None:
         """summary.json, if the run in this folder was completed at `step`. On the main process."""

@@ -310,7 +310,7 @@ def main():
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results})
         save_picture(folder.path / "accuracy.png", lambda: draw(results, args, num_workers))
-        show(f"done: the numbers are in {folder.path}/run.json, curves in accuracy.png", "green")
+        show(f"done: the numbers are in {folder.path}/run.json, curves in accuracy.png")
     accelerator.end_training()
 
 

@@ -172,7 +172,7 @@ def main():
         write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"
         save_picture(folder.path / "averaging.png", lambda: draw(rows, args.size_mib, title))
-        show(f"done: the means are right; numbers and a picture are in {folder.path}", "green")
+        show(f"done: the means are right; numbers and a picture are in {folder.path}")
     accelerator.end_training()
 
 

@@ -603,7 +603,7 @@ def main():
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     write_json(folder.path / "run.json", {**facts, "results": results})
     save_picture(folder.path / "data_parallel.png", lambda: draw(results, spans, args.num_devices))
-    show(f"done: these numbers are in {folder.path}/run.json, a picture in data_parallel.png", "green")
+    show(f"done: these numbers are in {folder.path}/run.json, a picture in data_parallel.png")
 
 
 if __name__ == "__main__":

@@ -461,7 +461,7 @@ def main():
         title = f"Buckets of up to {args.bucket_kib[0]} KiB during the backward pass"
         if overlap is not None:
             save_picture(folder.path / "buckets.png", lambda: draw_overlap(overlap, title))
-        show(f"done: these numbers and pictures are in {folder.path}", "green")
+        show(f"done: these numbers and pictures are in {folder.path}")
     dist.destroy_process_group()
 
 

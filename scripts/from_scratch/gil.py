@@ -144,7 +144,7 @@ def main():
     write_json(folder.path / "run.json", {**facts, "results": record})
     title = f"{plural(args.workers, 'worker')}, in threads and in processes, {args.rounds} rounds"
     save_picture(folder.path / "gil.png", lambda: draw(ratios, title))
-    show(f"done: the numbers are in {folder.path}/run.json, a picture in gil.png", "green")
+    show(f"done: the numbers are in {folder.path}/run.json, a picture in gil.png")
 
 
 if __name__ == "__main__":

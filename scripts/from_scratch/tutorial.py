@@ -176,7 +176,7 @@ def main():
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "fractions": fractions, "results": epochs})
-        show(f"done: these numbers are in {folder.path}/run.json", "green")
+        show(f"done: these numbers are in {folder.path}/run.json")
     dist.destroy_process_group()
 
 

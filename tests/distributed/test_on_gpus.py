@@ -26,7 +26,8 @@ from same_numbers import TOLERANCE, differences
 from torch import nn
 from torch.nn import functional as F
 
-from utils.checkpoint import Checkpoints, read_checkpoint
+from utils.checkpoint import Checkpoints
+from utils.checkpoint.reading import read_checkpoint
 from utils.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]

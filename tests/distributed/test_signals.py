@@ -20,7 +20,6 @@ from conftest import ROOT
 from fakes import fake_accelerator
 
 from utils.failures import signals
-from utils.failures.errors import explain_errors
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -136,7 +135,7 @@ def test_a_second_ctrl_c_ends_every_process_at_once(launcher):
     _, alive = psutil.wait_procs(ranks, timeout=10)  # torchrun would kill them after 30 s
     assert not alive
     _, said = process.communicate(timeout=30)
-    assert "stopped at once" in said
+    assert said.count("press Ctrl-C again") == 1
 
 
 @pytest.mark.slow
@@ -226,14 +225,15 @@ def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, cap
         signals.StopSignal(fake_accelerator(rank=1)).leave(step=7)
     assert ended.value.code == signals.EXIT_REQUEUE
     report = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert report.startswith("stopped by a signal; step 7 is saved; to continue: ")
+    assert (
+        report == "stopped by a signal; step 7 is saved; to continue: the same command with --resume --output_dir run"
+    )
     assert capsys.readouterr().out == ""  # the main process prints it
 
 
 def test_ctrl_c_says_what_comes_of_it_and_a_second_one_ends_the_process(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
     stop_signal = signals.StopSignal(fake_accelerator())
     stop_signal.pid = -1  # as in a process that it forked
     os.kill(os.getpid(), signal.SIGINT)
@@ -245,20 +245,7 @@ def test_ctrl_c_says_what_comes_of_it_and_a_second_one_ends_the_process(monkeypa
     os.kill(os.getpid(), signal.SIGTERM)  # the launcher of one process ends at the first Ctrl-C: the kernel sends it
     assert ends == []
     os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err.endswith("COMMAND --resume\n")
     assert ends == [130]
-
-
-def test_ctrl_c_before_training_prints_no_traceback(monkeypatch, capsys):
-    explain_errors()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "x")
-    for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-        assert capsys.readouterr().err == expected
-    sys.excepthook(KeyError, KeyError("x"), None)
-    assert "KeyError: 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -271,5 +258,4 @@ def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher, monkeypatch):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == signals.EXIT_REQUEUE == 75
-    assert "to continue: python" in out
-    assert out.strip().endswith("--output_dir run --num_epochs 500 --resume")
+    assert out.strip().endswith("to continue: the same command with --resume --output_dir run")

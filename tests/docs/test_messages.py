@@ -11,6 +11,8 @@ OTHERS = """
     EADDRINUSE | port `29500`, but another process is utilizing it | ValueError: Cuda is not available.
     The config file at FILE had unknown keys (['ipex_config'])
     Module 'accuracy' doesn't exist on the Hugging Face Hub either | SignalException
+    unable to allocate shared memory(shm) for file | DataLoader worker (pid 7) is killed by signal: Killed
+    ConnectionResetError | BrokenPipeError | EOFError | rebuild_storage_fd
     Bus error | Expected to mark a variable ready only once | Expected to have finished reduction in the prior iteration
 """
 

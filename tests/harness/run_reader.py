@@ -7,7 +7,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint.reading import read_checkpoint
 
 TIMINGS = {"samples_per_s", "data_wait_pct"}  # of a line, and not the same twice
 

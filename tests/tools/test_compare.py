@@ -19,12 +19,11 @@ from utils.checkpoint.folder import FORMAT, write_files, write_manifest
 NAN, INF = math.nan, math.inf
 
 
-def add_checkpoint(run, step, tensors, state=None, file="model", first_row=None):
-    """Write a file of a checkpoint, and the manifest anew. first_row: of each tensor, if the file has a part of it."""
+def add_checkpoint(run, step, tensors, state=None, file="model"):
+    """Write a file of a checkpoint, and the manifest anew."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {} if first_row is None else {f"{file}.safetensors": dict.fromkeys(tensors, first_row)}
-    write_files(folder, {f"{file}.safetensors": tensors}, rows)
+    write_files(folder, {f"{file}.safetensors": tensors})
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
     manifest = {"format": FORMAT, "step": step, "state": state or {}, "sha256": digests}
     write_manifest(folder / "manifest.json", manifest)
@@ -206,8 +205,8 @@ def test_the_parts_of_a_sharded_tensor_are_joined(tmp_path, command):
         make_run(tmp_path / name)
     add_checkpoint(tmp_path / "ddp", 1, {"w": whole})
     for name, changed in (("fsdp", 0), ("changed", 1)):
-        add_checkpoint(tmp_path / name, 1, {"w": whole[2:] + changed}, file="model.rank_1", first_row=2)
-        add_checkpoint(tmp_path / name, 1, {"w": whole[:2]}, file="model", first_row=0)
+        add_checkpoint(tmp_path / name, 1, {"w": whole[2:] + changed}, file="model.rank_1")
+        add_checkpoint(tmp_path / name, 1, {"w": whole[:2]}, file="model")
     assert verdict(command("ddp", "fsdp")) == "the same bit for bit"
     assert verdict(command("fsdp", "ddp")) == "the same bit for bit"
     printed = command("ddp", "changed")

@@ -20,10 +20,10 @@ from fakes import fake_accelerator
 from torch import nn
 
 from utils import agree, checkpoint
-from utils.checkpoint import Checkpoints, read_checkpoint, save_model
+from utils.checkpoint import Checkpoints, reading, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import CheckpointError, SavedTensor, newest_first, write_manifest
-from utils.checkpoint.state import assign_parts, files_to_write, tensor_parts
+from utils.checkpoint.folder import CheckpointError, newest_first, write_manifest
+from utils.checkpoint.state import SavedTensor, files_to_write, tensor_parts
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
 
 def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
     whole = torch.arange(14.0).view(7, 2)
-    stored = SavedTensor([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
+    stored = SavedTensor([whole[:3], whole[3:4], whole[4:], whole[7:]])
     assert torch.equal(stored.whole(), whole)
     assert stored.shape == (7, 2)
     for start in range(8):
@@ -251,16 +251,14 @@ def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
             assert torch.equal(stored.slice_rows(start, end), whole[start:end])
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3)])
-def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replicas, shards):
-    """5 rows over 3 ranks, 1 row, which two ranks have nothing of, and what is not sharded. Of two replicas, the first
-    one writes."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 3), (1, 12)])
+def test_each_rank_writes_its_rows(tmp_path, replicas, shards):
+    """1 row, which most ranks have nothing of, and what is not sharded. Of two replicas, the first one writes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    whole = {"weight": torch.randn(5, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
+    whole = {"weight": torch.randn(2 * shards - 1, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
     digests, parts = {}, []
     for rank in range(replicas * shards):
         torch.distributed.init_process_group("fake", rank=rank, world_size=replicas * shards, store=FakeStore())
@@ -274,21 +272,16 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replic
                 tensors[name] = DTensor.from_local(local, mesh, placements, **options)
             files = {"model.safetensors": tensors}
             parts.append(tensor_parts(files))
-            files, first_rows = files_to_write(files, assign_parts(parts)[rank], rank)
-            assert all(rows.get("mask", 0) == 0 for rows in first_rows.values())
-            digests |= disk.write_files(tmp_path, files, first_rows)
+            digests |= disk.write_files(tmp_path, files_to_write(files, parts[rank].difference(*parts[:rank]), rank))
         finally:
             torch.distributed.destroy_process_group()
     assert digests.keys() == {"model.safetensors", *(f"model.rank_{rank}.safetensors" for rank in range(1, shards))}
-    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items() if name != "mask"}
-    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
     folder = tmp_path / "step_00000007"
     folder.mkdir()
     for name in digests:
         (tmp_path / name).rename(folder / name)
     write_manifest(folder / "manifest.json", {"format": disk.FORMAT, "step": 7, "sha256": digests})
-    _, read = read_checkpoint(folder)
+    _, read = reading.read_checkpoint(folder)
     assert read["model.safetensors"].keys() == whole.keys()
     assert all(torch.equal(stored.whole(), whole[name]) for name, stored in read["model.safetensors"].items())
 
@@ -301,7 +294,7 @@ def test_a_file_is_the_one_that_safetensors_writes(tmp_path):
         "step": torch.tensor(1.0),
     }
     tensors |= {"half": torch.randn(3).bfloat16(), "none": torch.empty(0, 2)}
-    digests = disk.write_files(tmp_path, {"ours": tensors}, {})
+    digests = disk.write_files(tmp_path, {"ours": tensors})
     safetensors.torch.save_file(tensors, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert digests == {"ours": run_reader.sha256(tmp_path / "ours")}
@@ -310,7 +303,8 @@ def test_a_file_is_the_one_that_safetensors_writes(tmp_path):
 def exchange_by(threads, monkeypatch):
     """Objects go between the threads of this process."""
     monkeypatch.setattr(agree, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
-    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+    for module in (checkpoint, reading):
+        monkeypatch.setattr(module, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
 
 
 # --- several processes and machines -----------------------------------------------------------
@@ -351,7 +345,7 @@ def damaged_copy(folder):
     ("change", "sentence"),
     [
         (lambda folder: None, ""),
-        (shutil.rmtree, "error: rank 1 does not see {}: all machines need to see one --output_dir"),
+        (shutil.rmtree, "2 is intact, but rank 1 cannot read it (manifest.json: [Errno 2] "),
         (
             lambda folder: shutil.rmtree(folder / "checkpoints"),
             "2 is intact, but rank 1 cannot read it (manifest.json: ",
@@ -372,7 +366,7 @@ def test_a_run_is_resumed_by_machines_that_have_its_folder(tmp_path, threads, mo
     if sentence:
         with pytest.raises(SystemExit):
             threads.run(2, lambda rank: loaded[rank][1].load())
-        assert sentence.format(folders[1]) in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err
         assert names(folders[0]) == ["step_00000001", "step_00000002"]
     else:
         assert threads.run(2, lambda rank: loaded[rank][1].load()[0]) == [2, 2]
@@ -838,14 +832,14 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, refused
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk.np, "memmap", refuse)
+        patch.setattr(reading.np, "memmap", refuse)
         assert "model.safetensors: Stale file handle" in refused(state)
     assert saver.load()[0] == 2
 
 
-@pytest.mark.parametrize(("number", "version"), [(disk.FORMAT - 1, "an earlier"), (disk.FORMAT + 1, "a later")])
+@pytest.mark.parametrize("number", [disk.FORMAT - 1, disk.FORMAT + 1])
 def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
-    tmp_path, accelerator, refused, monkeypatch, number, version
+    tmp_path, accelerator, refused, monkeypatch, number
 ):
     """Not skipped as damaged, even if one that could be read is before or after it."""
     state = build(0, accelerator)
@@ -856,13 +850,5 @@ def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
         saver.save(2, {})
     saver.save(3, {})
     run_folders.truncate(tmp_path / "checkpoints" / "step_00000003" / "model.safetensors")
-    assert f"it was written by {version} version of the code (format {number}, " in refused(state)
+    assert f"it was written by another version of the code (format {number}, " in refused(state)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
-
-
-def test_a_schedule_without_an_entry_does_not_keep_its_first_value(tmp_path, accelerator):
-    saved(accelerator, tmp_path, build(0, accelerator))
-    path = tmp_path / "checkpoints" / "step_00000002"
-    rewrite(path, lambda manifest: manifest["state"]["scheduler"]["dict"].pop("last_epoch"))
-    with pytest.raises(ValueError, match="it has"):
-        checkpoints(accelerator, tmp_path, build(0, accelerator)).load()

@@ -107,7 +107,7 @@ def test_colours_on_a_terminal_only(monkeypatch):
         ("1", Terminal(), "error: so\n"),
     ):
         monkeypatch.setenv("NO_COLOR", no_color)
-        show("error: so", "red", file)
+        show("error: so", file)
         assert file.getvalue() == expected
 
 

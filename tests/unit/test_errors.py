@@ -4,17 +4,15 @@ import os
 import re
 import sys
 import traceback
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import distributed
-from torch.multiprocessing.reductions import rebuild_storage_fd
 
 from utils import launch
 from utils.failures import errors
-from utils.failures.errors import explain, explain_errors, own_line
+from utils.failures.errors import explain, own_line
 from utils.launch import install_error_hooks
 
 
@@ -41,48 +39,18 @@ def test_a_failed_allocation_of_a_library_is_out_of_memory(error, is_out_of_memo
     assert ("ran out of memory at " in (explain(error) or "")) == is_out_of_memory
 
 
-def test_a_full_dev_shm_is_a_sentence():
-    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
-    assert "/dev/shm is full: " in explain(error)
-
-
-@pytest.mark.parametrize(
-    ("error", "asked"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
-            ", which requested 2.50 GiB",
-        ),
-        (MemoryError(), ""),
-    ],
-)
-def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, asked):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to ..."), MemoryError()])
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error):
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(errors.socket, "gethostname", lambda: "alpha")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    explain_errors()
+    install_error_hooks()
     sys.excepthook(type(error), error, None)
     of_torch, said = capsys.readouterr().err.splitlines()
     assert of_torch.startswith(traceback.format_exception_only(error)[0].split(":")[0].strip())
-    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
+    assert said.startswith("error: rank 3 on alpha ran out of memory at an unknown line: use a smaller model")
     assert said in (tmp_path / "error.json").read_text()
-
-
-def failing_read(*_) -> None:
-    raise ConnectionResetError(104, "Connection reset by peer")
-
-
-def test_a_data_worker_that_is_killed_also_while_it_sends_a_batch_is_a_sentence():
-    """Its socket is closed before the kernel tells its parent of its end."""
-    with pytest.raises(ConnectionResetError) as raised:
-        rebuild_storage_fd(torch.UntypedStorage, SimpleNamespace(detach=failing_read), 8)
-    by_kernel = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    for error in (raised.value, by_kernel):
-        assert explain(error).endswith(": if memory ran out, use fewer --num_workers")
-    with pytest.raises(ConnectionResetError) as raised:
-        failing_read()  # a dataset that reads from a server
-    assert explain(raised.value) is None
 
 
 def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
@@ -103,8 +71,8 @@ def said(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
-    def say(error, **args):
-        install_error_hooks(SimpleNamespace(**args))
+    def say(error):
+        install_error_hooks()
         sys.excepthook(type(error), error, None)
         return capsys.readouterr().err
 
@@ -129,11 +97,9 @@ GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:545] "
 def test_a_lost_process_is_one_line(said, kind, words, shown):
     is_of_gloo = kind is RuntimeError and "NCCL" not in words
     error = kind(GLOO + words if is_of_gloo else words)
-    *_, sentence = said(error, resume=False, output_dir="runs/new").splitlines(keepends=True)
+    *_, sentence = said(error).splitlines()
     assert re.match(r"error: rank 1 on \S+ lost another process at an unknown line: ", sentence)
-    assert f"{(shown or words).rstrip('.')}; to continue: " in sentence
-    assert sentence.endswith(" --output_dir runs/new --resume\n")
-    assert "to continue" not in said(error)
+    assert sentence.endswith((shown or words).rstrip("."))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +109,7 @@ def test_a_lost_process_is_one_line(said, kind, words, shown):
         RuntimeError("connection reset by peer"),  # of a database that a dataset reads
         TimeoutError("timed out"),
         KeyError("connection closed"),
+        ConnectionResetError(104, "Connection reset by peer"),  # of a server that a dataset reads
         RuntimeError(GLOO + "op.preamble.length <= op.nbytes. 8 vs 4"),
         distributed.DistBackendError("NCCL error: invalid usage"),
     ],

@@ -105,9 +105,3 @@ def test_the_order_of_a_set_of_strings_which_each_process_draws_does_not_count()
         for seed in "12"
     }
     assert len(digests) == 1
-
-
-def test_what_nothing_is_known_of_is_named_once(capsys):
-    for _ in range(2):
-        digest([object(), Other(a=1)])
-    assert capsys.readouterr().out.count("warning: items with a object are not compared") == 1

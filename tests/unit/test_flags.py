@@ -118,14 +118,3 @@ def test_of_the_run_flags_those_that_decide_numbers_must_be_the_same_when_resumi
     flags = set(vars(parser.parse_args([])))
     assert flags - MAY_CHANGE == {"seed", "save_best", "virtual_processes"}
     assert MAY_CHANGE - flags == {"dataset", "cache_dir", "num_workers", "gradient_accumulation_steps"}
-
-
-def test_help_is_printed_once_a_machine(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "x")
-    for rank, printed in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            ArgumentParser("What it does.").parse_args(["--help"])
-        assert ended.value.code == 0
-        assert ("What it does." in capsys.readouterr().out) == printed

@@ -1,7 +1,6 @@
 """make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
 import copy
-import datetime
 import math
 import os
 import sys
@@ -11,13 +10,12 @@ import accelerate.optimizer
 import accelerate.scheduler
 import pytest
 import torch
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 
-from utils import banner, launch, trackers
+from utils import banner, launch
 from utils.accelerator import TrainingAccelerator
 from utils.launch import make_accelerator
-from utils.launched import resume_command, share_of_cores
+from utils.launched import share_of_cores
 from utils.parallel.virtual_processes import sum_gradients_by_tree
 
 
@@ -48,18 +46,6 @@ def test_steps_and_zero_grad_search_for_no_package_and_inspect_no_signature(monk
     assert found == [(1.0, False), (pytest.approx(0.9), True), (pytest.approx(0.9), False), (pytest.approx(0.8), True)]
 
 
-def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
-    """Without it, --resume would start from nothing in another folder."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    args = run_flags(output_dir=None, resume=False)
-    accelerator = make_accelerator(args, 1)
-    assert args.output_dir.startswith("runs/train-")
-    end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
-    assert resume_command(args.output_dir).endswith(end)
-    assert resume_command(accelerator.project_dir).endswith(end)
-    assert sys.argv == ["train.py", "--lr", "1"]
-
-
 def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["own.py"])
     args = SimpleNamespace(lr=0.1)
@@ -84,7 +70,7 @@ def test_more_processes_than_gpus_stop_the_run_before_nccl_starts(monkeypatch, s
     ):
         monkeypatch.setenv(name, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        launch.check_gpus()
+        launch.launched.check_gpus()
 
 
 @pytest.mark.parametrize("flags", [{}, {"deterministic": True}, {"virtual_processes": 4}])
@@ -113,19 +99,14 @@ def test_deterministic_algorithms_are_set_before_nccl_and_cublas_start(monkeypat
     assert found == [bool(flags)] * 4
 
 
-def test_the_users_own_handlers_replace_the_defaults():
+def test_ddp_and_the_timeout_are_as_the_flags_say():
     accelerator = make_accelerator(run_flags(), find_unused_parameters=True)
     assert accelerator.ddp_handler.gradient_as_bucket_view
     assert accelerator.ddp_handler.find_unused_parameters
     timeout = accelerator.init_handler.to_kwargs()["timeout"]
     assert timeout.total_seconds() == pytest.approx(600, abs=0.1)  # Accelerate drops 600.0, its own default
-    own = [
-        DistributedDataParallelKwargs(static_graph=True),
-        InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=7)),
-    ]
-    accelerator = make_accelerator(run_flags(), kwargs_handlers=own)
-    assert accelerator.ddp_handler is own[0]
-    assert accelerator.init_handler is own[1]
+    timeout = make_accelerator(run_flags(timeout_s=7)).init_handler.to_kwargs()["timeout"]
+    assert timeout.total_seconds() == pytest.approx(7, abs=0.1)
 
 
 def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeypatch):
@@ -168,8 +149,8 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
 
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, stops):
     """Accelerate leaves one out that is not installed, and says so at log level debug only."""
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
-    assert "pip install wandb" in stops(make_accelerator, run_flags(log_with="wandb"))
+    monkeypatch.setattr(launch, "get_available_trackers", lambda: [])
+    assert "--log_with wandb is not" in stops(make_accelerator, run_flags(log_with="wandb"))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +237,7 @@ def test_the_processes_share_the_cores_of_the_affinity_and_of_the_quota(
 
 @pytest.mark.parametrize(("asked", "expected"), [("5,2", 5), ("abc", 2), ("0", 1), ("-1", 2), (None, 2)])
 def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch, asked, expected):
-    monkeypatch.setattr(launch, "share_of_cores", lambda: 2)
+    monkeypatch.setattr(launch.launched, "share_of_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch.set_cpu_threads(None)
     assert torch.get_num_threads() == expected

@@ -1,7 +1,6 @@
 """What runs is what the config file asked for, is the same on all processes, and is announced."""
 
 import contextlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
 from utils import agree, banner, launched
+from utils.loader import GlobalLoader
 
 
 def cluster(**keys):
@@ -188,7 +188,8 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     }
     monkeypatch.setattr(banner, "describe_topology", lambda accelerator: runs)
     data = {"dataset": "a\x1b[31m", "train samples": 1003}
-    banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, data, 64)
+    accelerator = fake_accelerator(4, accumulation=2)
+    banner.print_banner(accelerator, GlobalLoader(range(640), 64, accelerator, seed=0), 25, data, "runs/a")
     said = capsys.readouterr().out
     assert "4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16\n" in said
     assert "some.yaml\n" in said
@@ -196,16 +197,3 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     assert "25 steps = 2.5 epochs of 10\n" in said
     assert "dataset a\\x1b[31m, train samples 1003\n" in said  # and not in red
     assert "runs/a\n" in said
-
-
-def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
-    config = "accelerate_configs/cpu.yaml"
-    words = ["--config_file", config, "scripts/mnist_mlp.py", "--output_dir", "a b"]
-    options = launched.launch_command_parser().parse_args(words)
-    monkeypatch.setattr(launched, "launcher_words", lambda: words)
-    monkeypatch.setattr(launched, "requested_topology", lambda: (options, None))
-    monkeypatch.setattr(sys, "argv", words[2:])
-    expected = f"accelerate launch --config_file {config} scripts/mnist_mlp.py --output_dir 'a b' --resume"
-    assert launched.resume_command("a b") == expected
-    monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
-    assert launched.resume_command("a b") == expected

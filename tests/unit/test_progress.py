@@ -48,7 +48,7 @@ def test_waiting_for_data_and_speed_are_measured_since_the_last_line(clock):
 
     for number in shown.timed(batches()):
         clock.now += 1
-        shown.step_done(samples=10)
+        shown.samples += 10
         if number % 2:
             lines = shown.since_last_line()
             expected = {1: (5.0, 50.0), 3: (2.5, 75.0)}[number]

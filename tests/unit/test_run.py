@@ -8,12 +8,12 @@ import math
 import random
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import run_many
 import torch
-from accelerate.tracking import GeneralTracker
 from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -58,8 +58,8 @@ class Script:
     def __init__(self, **changes):
         vars(self).update(changes)
 
-    def begin(self, args, **options):
-        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+    def begin(self, args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
         self.run = Run(accelerator, args)
         return accelerator, self.run, GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
 
@@ -76,8 +76,8 @@ class Script:
             model[0].weight.register_hook(lambda gradient: gradient * self.gradient_scale)
         return accelerator.prepare(model, *optimizers)
 
-    def __call__(self, args, **options):
-        accelerator, run, train_loader = self.begin(args, **options)
+    def __call__(self, args):
+        accelerator, run, train_loader = self.begin(args)
         test_loader = GlobalLoader(data(7, seed=1), 3, accelerator) if self.has_test else None
         model, *optimizers = self.build(accelerator)
         named = dict(zip(("optimizer", "bias_optimizer"), optimizers, strict=False))
@@ -130,9 +130,9 @@ Small = functools.partial(Script, epochs=1, has_test=False, logs=False)
 def start(tmp_path):
     """Runs a script in tmp_path/<folder>; returns its exit code."""
 
-    def start(script, folder="run", options=None, **changes):
+    def start(script, folder="run", **changes):
         try:
-            script(arguments(tmp_path / folder, **changes), **(options or {}))
+            script(arguments(tmp_path / folder, **changes))
             return None
         except SystemExit as stopped:
             return stopped.code
@@ -594,32 +594,25 @@ def test_a_complete_run_is_left_as_it_is_and_the_program_goes_on(start, tmp_path
 # --- trackers ---------------------------------------------------------------------------------
 
 
-class OwnTracker(GeneralTracker):
-    """It keeps what it gets."""
+class Tracked(Script):
+    """Its tracker keeps what it gets."""
 
-    name, requires_logging_directory, tracker = "own", False, None
-
-    def __init__(self):
-        super().__init__()
-        self.logged = []
-
-    def store_init_configuration(self, values):
-        self.config = values
-
-    def log(self, values, step=None, **_):
-        self.logged.append((step, values))
+    def begin(self, args):
+        self.logged, self.ends = [], []
+        begun = super().begin(args)
+        log = lambda values, step: self.logged.append((step, values))  # noqa: E731
+        begun[0].trackers.append(SimpleNamespace(name="own", log=log, finish=lambda: self.ends.append(True)))
+        return begun
 
 
 def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
-    tracker = OwnTracker()
-    assert start(Script(epochs=1), options={"log_with": tracker}) is None
-    assert tracker.config["batch_size"] == 10
-    steps = [step for step, _ in tracker.logged]
-    assert steps == [2, 4, 4]
-    test = tracker.logged[-1][1]
+    script = Tracked(epochs=1)
+    assert start(script) is None
+    assert [step for step, _ in script.logged] == [2, 4, 4]
     (line,) = lines(tmp_path / "run", "test")
-    assert test == {f"test/{name}": line[name] for name in ("loss", "bias", "samples")}
-    assert tracker.logged[0][1]["train/lr"] == 0.01
+    assert script.logged[-1][1] == {f"test/{name}": line[name] for name in ("loss", "bias", "samples")}
+    assert script.logged[0][1]["train/lr"] == 0.01
+    assert script.ends == [True]
 
 
 def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):

@@ -225,7 +225,7 @@ def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
 
 def load_checkpoint(path: Path) -> tuple[dict, dict]:
     """The state in a checkpoint's manifest, and its tensors by file and name, which have a method `whole`."""
-    from utils.checkpoint.folder import read_checkpoint
+    from utils.checkpoint.reading import read_checkpoint
 
     try:
         manifest, files = read_checkpoint(path)
@@ -377,6 +377,6 @@ def compare_all(folders: list[Path], args) -> int:
     for other in runs[1:]:
         results.append(report(runs[0], other, args.tolerance))
         show("")
-    for code, verdict in results:
-        show(verdict, "red" if code else "green")
+    for _, verdict in results:
+        show(verdict)
     return max(code for code, _ in results)

@@ -123,5 +123,5 @@ def main() -> int:
         stop(f"drawing needs {error.name}: pip install -r scripts/requirements.txt")
     except OSError as error:
         stop(f"{picture} cannot be written: {error.strerror or error}")
-    show(f"drawn: {picture}", "green")
+    show(f"drawn: {picture}")
     return 0

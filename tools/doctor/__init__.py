@@ -184,7 +184,7 @@ def main() -> int:
     if args.gpus:
         found += measure_gpus(args.stand_ins)
     for fails, sentence in found:
-        show(f"{'error' if fails else 'warning'}: {sentence}", "red" if fails else "yellow")
+        show(f"{'error' if fails else 'warning'}: {sentence}")
     if not found:
-        show("No problems found", "green")
+        show("No problems found")
     return int(any(fails for fails, _ in found))

@@ -8,7 +8,8 @@ checkpoints/step_00000938/
     manifest.json           written last: step, what must be the same when resuming, everything that is not a tensor,
                             SHA-256 of each file
 
-This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
+This file: when a run saves. state.py: how objects become tensors and JSON. folder.py: files on the disk.
+reading.py: what a resumed run does.
 """
 
 import itertools
@@ -29,36 +30,10 @@ from torch import distributed, nn
 
 from ..agree import on_main
 from ..atomic_files import write_atomically
-from ..console import Stop, show, show_error, stop
+from ..console import Stop, show_error, stop
 from ..parallel.shards import is_sharded, plain_name
-from .folder import (
-    NEED_ONE_FOLDER,
-    RANK,
-    CheckpointError,
-    Files,
-    FirstRows,
-    SavedFiles,
-    SaveMessages,
-    Tensors,
-    copy_to_cpu,
-    find_newest,
-    make_header,
-    read_checkpoint,
-    write_checkpoint,
-    write_rank_files,
-    write_tensors,
-)
-from .state import (
-    ModelState,
-    ObjectState,
-    OptimizerState,
-    assign_parts,
-    differences,
-    files_to_write,
-    name_parameters,
-    tensor_parts,
-    type_and_shape,
-)
+from . import folder as disk
+from .state import ModelState, ObjectState, OptimizerState, files_to_write, name_parameters, tensor_parts
 
 
 class Checkpoints:
@@ -70,9 +45,6 @@ class Checkpoints:
             and one of different models, optimizers, settings of schedules or precision. "total_steps" may change where
             no setting of a schedule depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
-
-    Raises:
-        SystemExit: if something in `state` cannot be saved.
     """
 
     numbers = itertools.count()  # counts this process's saves; the same on every rank, so it can name one
@@ -102,8 +74,7 @@ class Checkpoints:
         self.saved_step = None
         self.writing: Future | None = None
         self.others: list[int] = []  # the ranks but 0 that write parts of it
-        self.copies: Files = {}  # the next checkpoint reuses their memory
-        self.rows: FirstRows = {}
+        self.copies: disk.Files = {}  # the next checkpoint reuses their memory
         self.save_time_s = 0.0  # how long training waited
 
     def _must_match(self) -> dict:
@@ -123,10 +94,6 @@ class Checkpoints:
         Args:
             run_state: JSON of the main process.
             sync: called first by the thread, to flush the files that `run_state` refers to.
-
-        Raises:
-            SystemExit: on every rank, if the previous checkpoint could not be written or had a parameter that is not
-                finite.
         """
         began = time.perf_counter()
         self.wait()
@@ -152,18 +119,20 @@ class Checkpoints:
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": run_state,
             }
-        self._start_writing(step, tensors, assign_parts([parts for parts, _ in by_rank]), manifest, sync)
+        parts = [parts for parts, _ in by_rank]
+        shares = [own.difference(*parts[:rank]) for rank, own in enumerate(parts)]  # the first rank that has one
+        self._start_writing(step, tensors, shares, manifest, sync)
         self.save_time_s += time.perf_counter() - began
 
-    def _start_writing(self, step: int, tensors: Files, shares: list[set], manifest: dict | None, sync) -> None:
+    def _start_writing(self, step: int, tensors: disk.Files, shares: list[set], manifest: dict | None, sync) -> None:
         """Copy this process's share of the tensors, if it has one; a thread writes it to the disk."""
         rank, name_of_save = self.accelerator.process_index, f"checkpoint/{next(self.numbers)}"
         self.others = others = [other for other in range(1, len(shares)) if shares[other]]
         if rank > 0 and rank not in others:
             return
-        files, self.rows = files_to_write(tensors, shares[rank], rank)
-        self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-        messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
+        files = files_to_write(tensors, shares[rank], rank)
+        self.copies = {file: disk.copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
+        messages = disk.SaveMessages(name_of_save, others, self.timeout_s) if others else None
         self.writing = Future()
         # Not a daemon: the interpreter waits for it at its end.
         arguments = self.writing, step, manifest, messages, sync
@@ -179,16 +148,16 @@ class Checkpoints:
             if rank == 0:
                 if sync is not None:
                     sync()
-                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages)
+                disk.write_checkpoint(path, {"step": step, **manifest}, self.copies, self.keep, messages)
             else:
-                write_rank_files(path, self.copies, self.rows, messages, rank)
+                disk.write_rank_files(path, self.copies, messages, rank)
             writing.set_result(None)
         except BaseException as error:
             problem = str(error)
             if isinstance(error, OSError):
                 problem = f"{path} cannot be written ({error.strerror})"
                 problem += ": --resume goes on from the checkpoint before it, if any"
-            if rank == 0 and problem and isinstance(error, (OSError, CheckpointError)):
+            if rank == 0 and problem and isinstance(error, (OSError, disk.CheckpointError)):
                 show_error(problem)
                 error = Stop(problem)
             writing.set_exception(error)
@@ -197,13 +166,13 @@ class Checkpoints:
 
     def _check_finite(self, step: int) -> None:
         for file, tensors in self.copies.items():
-            owner = re.sub(RANK, "", file).removesuffix(".safetensors")
+            owner = re.sub(disk.RANK, "", file).removesuffix(".safetensors")
             if owner not in self.models:
                 continue
             buffers = {plain_name(name) for name, _ in self.models[owner].named_buffers()}  # masks may be infinite
             for name, tensor in tensors.items():
                 if name not in buffers and not tensor.isfinite().all():
-                    raise CheckpointError(
+                    raise disk.CheckpointError(
                         f"{owner}.{name} is not finite after step {step}, which is not saved: "
                         "train with a smaller learning rate, or clip the gradients"
                     )
@@ -228,69 +197,17 @@ class Checkpoints:
 
         Returns:
             Its step and its run_state; (0, {}) where there is none.
-
-        Raises:
-            SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
-                does not see the folder.
         """
-        newest = self._read_newest()
-        if newest is None:
-            return 0, {}
-        manifest, files = newest
-        saved = manifest["must_match"]
-        for name in saved["models"]:  # with the layers that it got since its first step
-            saved["models"][name] = {n: type_and_shape(t) for n, t in files[f"{name}.safetensors"].items()}
-        self._check_fits(saved, manifest["step"])
-        for name, entry in self.entries.items():
-            entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
-        self.saved_step = manifest["step"]
-        return manifest["step"], manifest["extra"]
-
-    def _read_newest(self) -> tuple[dict, SavedFiles] | None:
-        """The manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
-
-        Rank 0 finds it. All processes read exactly that one, or stop.
-        """
-        accelerator = self.accelerator
-        newest = on_main(accelerator, lambda: find_newest(self.folder))
+        has_some = on_main(self.accelerator, lambda: disk.has_checkpoint(self.folder))
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
-        if (newest or any(is_split)) and not all(seen):
-            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
-        if newest is None:
-            return None
-        name, manifest = newest
-        path, rank = self.folder / name, accelerator.process_index
-        share = slice(rank, None, accelerator.num_processes) if rank else slice(0)  # rank 0 has checked all files
-        problem, files = None, {}
-        try:
-            own, files = read_checkpoint(path, share)
-            problem = None if own == manifest else "it has a different one"
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        for rank, reason in enumerate(gather_object([problem])):
-            if reason:
-                stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-        return manifest, files
+        if any(is_split) and not all(seen):
+            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {disk.NEED_ONE_FOLDER}")
+        if not has_some:
+            return 0, {}
+        from .reading import load_newest
 
-    def _check_fits(self, saved: dict, step: int) -> None:
-        """Stop at the first kind of difference: the others follow from it."""
-        before, total_steps, now = saved["total_steps"], self.must_match["total_steps"], dict(self.must_match)
-        if total_steps >= step:
-            now["total_steps"] = before
-        if total_steps != before and self.accelerator.is_main_process:
-            # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
-            show(
-                f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
-                "number, as in LambdaLR, goes on with another learning rate",
-                "yellow",
-            )
-        for kind in now | saved:
-            path = "" if kind in ("flags", "models", "state") else kind
-            reasons = differences(saved.get(kind), now.get(kind), path)
-            if reasons:
-                reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
-                shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
+        self.saved_step, run_state = load_newest(self)
+        return self.saved_step, run_state
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
@@ -300,23 +217,28 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     """
     tensors, _ = ModelState(accelerator.unwrap_model(model, keep_torch_compile=False)).save()
     owners, shapes = {}, {}
-    for rank, others in reversed([*enumerate(gather_object([on_meta(tensors)]))]):
+    on_meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    for rank, others in reversed([*enumerate(gather_object([on_meta]))]):
         owners |= dict.fromkeys(others, rank)
         shapes |= others
-    header = make_header(shapes)
+    header = disk.make_header(shapes)
 
     def whole_tensors():
         for name in header:
             tensor = tensors.get(name)
             if owners[name] > 0:
-                tensor = broadcast(accelerator, tensor, shapes[name], owners[name])
+                received = torch.empty_like(shapes[name], device=accelerator.device)
+                if accelerator.process_index == owners[name]:
+                    received.copy_(tensor)
+                distributed.broadcast(received.flatten().view(torch.uint8), owners[name])  # backends lack some dtypes
+                tensor = received
             yield tensor.full_tensor() if is_sharded(tensor) else tensor  # collective
 
     whole = whole_tensors()
 
     def write():
         try:
-            write_atomically(path, lambda part: write_tensors(part, header, whole))
+            write_atomically(path, lambda part: disk.write_tensors(part, header, whole))
         finally:
             for _ in whole:  # collective
                 pass
@@ -325,17 +247,3 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
         for _ in whole:
             pass
     on_main(accelerator, write)
-
-
-def on_meta(tensors: dict) -> Tensors:
-    """Tensors of these shapes and types on the meta device."""
-    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-
-
-def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `tensor` of `rank`, on the device of each process; shape: as from `on_meta`. Collective."""
-    received = torch.empty_like(shape, device=accelerator.device)
-    if accelerator.process_index == rank:
-        received.copy_(tensor)
-    torch.distributed.broadcast(received.flatten().view(torch.uint8), rank)  # backends lack some dtypes
-    return received

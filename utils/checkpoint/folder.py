@@ -1,10 +1,8 @@
-"""The folder of a run's checkpoints: write one so that it is whole or not there, and read one that is whole."""
+"""The folder of a run's checkpoints: write one so that it is whole or not there."""
 
-import errno
 import hashlib
 import itertools
 import json
-import re
 import shutil
 import threading
 import time
@@ -17,52 +15,28 @@ import torch
 from torch import distributed
 
 from ..atomic_files import fsync
-from ..console import show, stop
 
-FORMAT = 4
+FORMAT = 5
 NEED_ONE_FOLDER = (
     "all machines need to see one --output_dir to resume a run, or to shard or split a model (to resume a run of whole "
     "models, a copy of it on each machine will do)"
 )
 RANK = r"\.rank_\d+(?=\.safetensors$)"  # in the name of a file of a rank other than 0
 
-# The key in a file's header for the first row of each tensor, as torch.distributed.checkpoint's
-# HuggingFaceStorageReader expects it.
-DCP_METADATA_KEY = "DCP_SHARDING_INFO"
-
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, Tensors]
-FirstRows = dict[str, dict[str, int]]  # by file and tensor
-
-
-class SavedTensor:
-    """A tensor in a checkpoint, memory-mapped from one file or, if it was sharded, from the files of several ranks.
-
-    Args:
-        parts: (first row, tensor) pairs, sorted by the first row.
-    """
-
-    def __init__(self, parts: list[tuple[int, torch.Tensor]]):
-        self.starts, self.tensors = [first for first, _ in parts], [tensor for _, tensor in parts]
-        self.dtype, self.shape = self.tensors[0].dtype, self.tensors[0].shape
-        if len(parts) > 1:
-            self.shape = torch.Size((sum(map(len, self.tensors)), *self.shape[1:]))
-
-    def whole(self) -> torch.Tensor:
-        return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors)
-
-    def slice_rows(self, start: int, end: int) -> torch.Tensor:
-        """Rows `start` to `end` - 1; reads nothing else from the disk."""
-        parts = zip(self.starts, self.tensors, strict=True)
-        return torch.cat([tensor[max(start - first, 0) : max(end - first, 0)] for first, tensor in parts])
-
-
-SavedFiles = dict[str, dict[str, SavedTensor]]
 
 
 def newest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first."""
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a checkpoint; deletes what an interrupted save left behind."""
+    for part in folder.glob(".part_*"):
+        shutil.rmtree(part, ignore_errors=True)
+    return bool(newest_first(folder))
 
 
 class CheckpointError(Exception):
@@ -102,9 +76,7 @@ class SaveMessages:
         return digests
 
 
-def write_checkpoint(
-    path: Path, manifest: dict, files: Files, rows: FirstRows, keep: int, messages: SaveMessages | None
-) -> None:
+def write_checkpoint(path: Path, manifest: dict, files: Files, keep: int, messages: SaveMessages | None) -> None:
     """Write this rank's `files`, copied to the CPU, as a checkpoint; then delete all but the newest `keep` checkpoints.
 
     The manifest is written last, after all ranks report that their files are on disk; only then is the folder renamed
@@ -125,7 +97,7 @@ def write_checkpoint(
         part.mkdir()
         if messages is not None:
             messages.post(0, None)
-        digests = write_files(part, files, rows)
+        digests = write_files(part, files)
         for rank in messages.ranks if messages else ():
             digests |= messages.wait(rank)
         write_manifest(part / "manifest.json", {"format": FORMAT, **manifest, "sha256": digests})
@@ -140,7 +112,7 @@ def write_checkpoint(
         shutil.rmtree(old.rename(temporary_path(old)), ignore_errors=True)
 
 
-def write_rank_files(path: Path, files: Files, rows: FirstRows, messages: SaveMessages, rank: int) -> None:
+def write_rank_files(path: Path, files: Files, messages: SaveMessages, rank: int) -> None:
     """Write this rank's files of the checkpoint `path`, and send rank 0 their SHA-256.
 
     Raises:
@@ -149,7 +121,7 @@ def write_rank_files(path: Path, files: Files, rows: FirstRows, messages: SaveMe
     messages.wait(0)
     if not temporary_path(path).is_dir():
         raise CheckpointError(f"{path.parent} is not the folder of rank 0: {NEED_ONE_FOLDER}")
-    messages.post(rank, None, write_files(temporary_path(path), files, rows))
+    messages.post(rank, None, write_files(temporary_path(path), files))
 
 
 def temporary_path(path: Path) -> Path:
@@ -157,34 +129,23 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".part_{path.name}")
 
 
-def write_files(folder: Path, files: Files, rows: FirstRows) -> dict[str, str]:
+def write_files(folder: Path, files: Files) -> dict[str, str]:
     """Write files of tensors on the CPU; returns their SHA-256 by name."""
     digests = {}
     for name, tensors in files.items():
-        header = make_header(tensors, rows.get(name))
-        ordered = (tensors[key] for key in header if key in tensors)
-        digests[name] = write_tensors(folder / name, header, ordered)
+        header = make_header(tensors)
+        digests[name] = write_tensors(folder / name, header, map(tensors.get, header))
     return digests
 
 
-def make_header(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
-    """The header of a safetensors file: dtype, shape and position of each tensor, in the order of the file.
-
-    Args:
-        rows: the first row of each tensor in this file, if several files share the tensors.
-    """
+def make_header(tensors: Tensors) -> dict[str, dict]:
+    """The header of a safetensors file: dtype, shape and position of each tensor, in the order of the file."""
     empty = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header, end = json.loads(empty[8:]), 0
     for name, entry in header.items():
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
         entry |= {"shape": tensors[name].shape, "data_offsets": [begin, end]}
-    if rows is None:
-        return header
-    offsets = {}
-    for name, entry in header.items():
-        dimensions = len(entry["shape"])
-        offsets[name] = {"saved_offsets": [rows[name], *[0] * (dimensions - 1)] if dimensions else []}
-    return {"__metadata__": {DCP_METADATA_KEY: json.dumps(offsets)}, **header}
+    return header
 
 
 def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.Tensor]) -> str:
@@ -237,76 +198,3 @@ def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return result
-
-
-def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles]:
-    """The manifest of a checkpoint and its tensors, by file and name; the parts of sharded tensors are joined.
-
-    The tensors are memory-mapped: copy what must outlive the files.
-
-    Args:
-        share: the files, in the order of their names, whose SHA-256 is checked.
-
-    Raises:
-        SystemExit: it was written by another version of the code.
-        ValueError: a file is missing or damaged; the message names it.
-        OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
-    """
-    name, parts = "manifest.json", {}
-    try:
-        manifest = json.loads((path / name).read_bytes())
-        if not isinstance(manifest, dict) or manifest.pop("checksum", None) != checksum(manifest):
-            raise ValueError("its checksum differs")
-        if manifest["format"] != FORMAT:
-            version = "an earlier" if manifest["format"] < FORMAT else "a later"
-            stop(
-                f"{path} cannot be read: it was written by {version} version of the code (format {manifest['format']}, "
-                f"and this version reads {FORMAT}); nothing is changed: resume with that version, or start a new run"
-            )
-        digests = sorted(manifest["sha256"].items())
-        for name, digest in digests[share]:
-            if hashlib.sha256(np.memmap(path / name, mode="r")).hexdigest() != digest:
-                raise ValueError("its SHA-256 is not the one in manifest.json")
-        for name, _ in digests:
-            with safetensors.safe_open(path / name, "pt") as file:
-                offsets = json.loads((file.metadata() or {}).get(DCP_METADATA_KEY, "{}"))
-            found = parts.setdefault(re.sub(RANK, "", name), {})
-            for key, tensor in safetensors.torch.load_file(path / name).items():
-                row = offsets[key]["saved_offsets"][:1] if offsets else []
-                found.setdefault(key, []).append((sum(row), tensor))
-        files = {}
-        for name, found in parts.items():
-            files[name] = {key: SavedTensor(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
-    except Exception as error:  # of any type: the JSON may contain anything
-        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            raise
-        raise ValueError(f"{name}: {error}") from error
-    return manifest, files
-
-
-def find_newest(folder: Path) -> tuple[str, dict] | None:
-    """The name and manifest of the newest intact checkpoint; None if there is none at all. On the main process.
-
-    What an interrupted save left behind is deleted. Damaged ones are named, and renamed to damaged_step_*, since the
-    run will write checkpoints of these steps again.
-
-    Raises:
-        SystemExit: none is intact.
-    """
-    for part in folder.glob(".part_*"):
-        shutil.rmtree(part, ignore_errors=True)
-    paths = newest_first(folder)
-    for number, path in enumerate(paths):
-        try:
-            manifest, _ = read_checkpoint(path)
-        except ValueError as damage:
-            show(f"warning: {path} is skipped: {damage}", "yellow")
-            continue
-        for damaged in paths[:number]:
-            aside = damaged.with_name(f"damaged_{damaged.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            damaged.rename(aside)
-        return path.name, manifest
-    if paths:
-        stop(f"none of the {len(paths)} checkpoints in {folder} is intact: start a new run with another --output_dir")
-    return None

@@ -14,12 +14,36 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
 from ..parallel.shards import is_sharded, local_rows, plain_name
-from .folder import Files, FirstRows, SavedTensor, Tensors, make_header
+from .folder import Files, Tensors, make_header
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
 # A scheduler's counters, as opposed to its settings (private attribute names of torch).
 PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
+
+
+class SavedTensor:
+    """A tensor in a checkpoint, memory-mapped from one file or, if it was sharded, from the files of several ranks.
+
+    Args:
+        parts: the rows of each rank, in the order of the ranks.
+    """
+
+    def __init__(self, parts: list[torch.Tensor]):
+        self.parts, self.dtype, self.shape = parts, parts[0].dtype, parts[0].shape
+        if len(parts) > 1:
+            self.shape = torch.Size((sum(map(len, parts)), *self.shape[1:]))
+
+    def whole(self) -> torch.Tensor:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def slice_rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows `start` to `end` - 1; reads nothing else from the disk."""
+        rows = []
+        for part in self.parts:
+            rows.append(part[max(start, 0) : max(end, 0)])
+            start, end = start - len(part), end - len(part)
+        return torch.cat(rows)
 
 
 class ModelState:
@@ -35,11 +59,8 @@ class ModelState:
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
 
     def load(self, stored: dict[str, SavedTensor], _) -> None:
-        state = {}
-        for name, tensor in self.model.state_dict().items():
-            saved = stored[plain_name(name)]
-            state[name] = read_like(tensor, saved) if is_sharded(tensor) else saved.whole()
-        self.model.load_state_dict(state)
+        tensors = self.model.state_dict().items()
+        self.model.load_state_dict({name: read_like(tensor, stored[plain_name(name)]) for name, tensor in tensors})
 
 
 class OptimizerState:
@@ -110,11 +131,7 @@ class ObjectState:
         return tensors or None, saved
 
     def load(self, stored: dict[str, SavedTensor], saved) -> None:
-        state = put_back_tensors(saved, stored)
-        # A schedule of a different version of torch: missing entries would keep their first values.
-        if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
-            raise ValueError(f"it has {', '.join(state)}")
-        self.instance.load_state_dict(state)
+        self.instance.load_state_dict(put_back_tensors(saved, stored))
 
 
 def take_out_tensors(state, tensors: Tensors, path: str):
@@ -165,23 +182,15 @@ def tensor_parts(files: Files) -> set[tuple[str, str, int]]:
     return {(file, name, local_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
 
 
-def assign_parts(by_rank: list[set]) -> list[set]:
-    """What each rank writes of the parts that each has: the first rank that has a part writes it."""
-    return [parts.difference(*by_rank[:rank]) for rank, parts in enumerate(by_rank)]
-
-
-def files_to_write(files: Files, share: set[tuple[str, str, int]], rank: int) -> tuple[Files, FirstRows]:
-    """The `share` of a rank of tensors by file, and the first row of each in the files that have shards."""
-    chosen, rows = {}, {}
+def files_to_write(files: Files, share: set[tuple[str, str, int]], rank: int) -> Files:
+    """The `share` of a rank of tensors by file."""
+    chosen = {}
     for file, tensors in files.items():
         parts = {name: local_rows(tensor) for name, tensor in tensors.items()}
-        parts = {name: part for name, part in parts.items() if (file, name, part[1]) in share}
+        parts = {name: local for name, (local, first) in parts.items() if (file, name, first) in share}
         if parts or rank == 0:
-            path = f"{file.removesuffix('.safetensors')}.rank_{rank}.safetensors" if rank else file
-            chosen[path] = {name: local for name, (local, _) in parts.items()}
-            if any(map(is_sharded, tensors.values())):
-                rows[path] = {name: first for name, (_, first) in parts.items()}
-    return chosen, rows
+            chosen[f"{file.removesuffix('.safetensors')}.rank_{rank}.safetensors" if rank else file] = parts
+    return chosen
 
 
 def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
@@ -217,13 +226,3 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
 def type_and_shape(tensor: torch.Tensor) -> str:
     """Such as "float32 (2, 4)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def differences(saved, now, path: str = "") -> list[str]:
-    """Sentences such as "optimizer.groups.0.lr was 0.1 and is 0.2"."""
-    if isinstance(saved, list) and isinstance(now, list):
-        saved, now = dict(enumerate(saved)), dict(enumerate(now))
-    if not isinstance(saved, dict) or not isinstance(now, dict):
-        return [f"{path} was {saved!r} and is {now!r}"] if saved != now else []
-    paths = {name: f"{path}.{name}" if path else name for name in sorted(saved.keys() | now.keys())}
-    return [reason for name in paths for reason in differences(saved.get(name), now.get(name), paths[name])]

@@ -50,7 +50,7 @@ def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
                 return read()
             except Exception as error:  # not there, or damaged: of many types
                 if folder.exists():
-                    show(f"warning: {folder} is damaged or incomplete, and is built anew: {error!r:.200}", "yellow")
+                    show(f"warning: {folder} is damaged or incomplete, and is built anew: {error!r:.200}")
                     shutil.rmtree(folder)
             folder.mkdir()
             content, paths = build(), [*folder.iterdir()]

@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ..console import plural, show, stop
-from ..failures.signals import obey_only_parent
 from ..fingerprint import digest
-from ..items import UnreadableItem, stop_at_unreadable_items
+from ..items import UnreadableItem, obey_only_parent, stop_at_unreadable_items
 from ..launched import share_of_cores
 from .cache import build_once, cache_folder, file_signature
 from .files import stop_if_unreadable

@@ -6,66 +6,42 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from ..console import is_local_main, show, show_error
+from ..console import show_error
 
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 WRAPPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("accelerator.py", "launch.py", "parallel/fsdp.py"))
 
-# A regular expression that is found in an error, as `explain` describes it, and what to say. The first that is found
-# counts.
+# A regular expression that is found in "Class: text" of an error, and what to say. The first that is found counts.
 LIBRARY_ERRORS = {
     # Python, NumPy, pyarrow; CUDA; cuBLAS, cuDNN; the CPU.
     r"(?ms)^(\w*MemoryError|(Runtime|Accelerator|DistBackend)Error: .*(out of memory|ALLOC_FAILED|can't allocate))": (
-        "{rank} ran out of memory at {line}{requested}: use a smaller model, or more accumulation steps: the same "
+        "{rank} ran out of memory at {line}: use a smaller model, or more accumulation steps: the same "
         "steps from smaller micro-batches"
     ),
     # A process is gone or does not answer. Other errors of torch.distributed, such as wrong shapes, do not match.
     # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
     r"(?ims)^(?=Dist\w*Error:|RuntimeError: .*(/gloo/\S+\]|NCCL)).*"
     "(connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
-    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{to_continue}",
-    # If the dataset raises an error in a worker, its text begins differently.
-    r"(?m)^RuntimeError: DataLoader worker \(pid": "{reason}: if memory ran out, use fewer --num_workers",
-    r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
-        "a data worker ended while it sent a batch: if memory ran out, use fewer --num_workers"
-    ),
-    # Workers hand their batches over there.
-    r"(?m)^RuntimeError: .*allocate shared memory": (
-        "/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers"
-    ),
+    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}",
     "chunk_cat.*Sparse|and sparse": "FSDP and --virtual_processes need dense gradients: sparse=False, or DDP alone",
 }
 
 
-def explain(error: BaseException, to_continue: Callable[[], str] = str) -> str | None:
-    """The sentence for an error, described by the functions that were called and by the end of its traceback.
-
-        main read ... recv_bytes
-        EOFError: text
-
-    Args:
-        to_continue: returns the end of the sentence about a lost process.
-
-    Returns:
-        The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none.
-    """
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    described = f"{' '.join(frame.f_code.co_name for frame, _ in frames)}\n{type(error).__name__}: {error}"
+def explain(error: BaseException) -> str | None:
+    """The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none."""
+    described = f"{type(error).__name__}: {error}"
     sentence = next((text for sign, text in LIBRARY_ERRORS.items() if re.search(sign, described)), None)
     if sentence is None:
         return None
     # Without gloo's "[source file:line] " before the reason and its advice after it.
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". This is typically")[0]
-    size = re.search(r"[Tt]ried to allocate (\S+ \w+)", described)
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
-        line=own_line(reversed(frames)),
+        line=own_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         reason=reason.rstrip(". "),
-        requested=f", which requested {size[1]}" if size else "",
-        to_continue=to_continue() if "{to_continue}" in sentence else "",
     )
 
 
@@ -78,22 +54,13 @@ def own_line(frames: Iterable[tuple]) -> str:
     return "an unknown line"
 
 
-def explain_errors(to_continue: Callable[[], str] = str) -> None:
-    """From now on, end the traceback of LIBRARY_ERRORS, of which the last lines are printed, with a sentence.
+def report(error: BaseException) -> bool:
+    """Print the last lines of the traceback of one of LIBRARY_ERRORS, and its sentence; returns whether it is one.
 
     Every process with the error prints it, since theirs may differ, and reports it to the launcher.
     """
-
-    def hook(kind, error, trace) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            if is_local_main():
-                show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-        elif sentence := explain(error, to_continue):
-            sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
-            show_error(sentence)
-        else:
-            hook.other_hook(kind, error, trace)
-
-    # A second run in the same process replaces the hook of the first.
-    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
-    sys.excepthook = hook
+    sentence = explain(error)
+    if sentence:
+        sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
+        show_error(sentence)
+    return sentence is not None

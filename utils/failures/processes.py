@@ -1,6 +1,7 @@
 """Follow the launcher when it is killed, or when it restarts the processes; end the process group."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -14,7 +15,11 @@ from torch import distributed
 
 from ..console import stop
 from ..launched import has_launcher
-from .signals import end_with_parent
+
+
+def end_with_parent(number: int) -> None:
+    """Have Linux send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def follow_launcher() -> None:

@@ -1,48 +1,19 @@
 """On a signal, stop all processes after the current step, and save first."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 
 import torch
 from accelerate import Accelerator
 
-from ..console import CLEAR_LINE, report_to_launcher, show
-from ..launched import resume_command
+from ..console import report_to_launcher, show
 
 # "Temporary failure, try again" (BSD's sysexits.h): the same command with --resume continues.
 EXIT_REQUEUE = 75
-PR_SET_PDEATHSIG = 1  # prctl(2)
 CHECK_EVERY_S = 0.25  # how often a process asks the others
-
-
-def end_with_parent(number: int) -> None:
-    """Have Linux send this process a signal when its parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def obey_only_parent(_worker: int = 0) -> None:
-    """For `worker_init_fn` of a DataLoader: the worker ends with its parent, or when the parent sends SIGTERM.
-
-    Slurm and Kubernetes send SIGTERM to every process of a job, but the parent needs the worker's data to finish the
-    step that it then saves. Programs that the dataset starts inherit the blocked SIGTERM.
-    """
-    if sys.platform != "linux":
-        return
-    end_with_parent(signal.SIGKILL)  # the worker may be stuck in a read
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-    def end_when_told() -> None:
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
-            pass
-        os._exit(0)
-
-    threading.Thread(target=end_when_told, daemon=True).start()
 
 
 class StopSignal:
@@ -66,19 +37,14 @@ class StopSignal:
             return
         # torchrun forwards a second Ctrl-C as SIGTERM.
         again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
-        second_ctrl_c = self.had_ctrl_c and number in again
+        if self.had_ctrl_c and number in again:
+            os._exit(130)  # an unfinished checkpoint remains an unnamed temporary folder
         self.had_ctrl_c = self.had_ctrl_c or number == signal.SIGINT
         self.received = number
-        if (number == signal.SIGINT or second_ctrl_c) and self.accelerator.is_main_process:
-            message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
-            if second_ctrl_c:
-                command = resume_command(self.accelerator.project_dir)
-                message = f"stopped at once; to continue from the last checkpoint: {command}"
+        if number == signal.SIGINT and self.accelerator.is_main_process:
             # os.write, because a print may be under way. If the terminal is gone, saving matters more than the message.
             with contextlib.suppress(OSError):
-                os.write(2, f"{CLEAR_LINE if os.isatty(2) else ''}{message}\n".encode())
-        if second_ctrl_c:
-            os._exit(130)  # an unfinished checkpoint remains an unnamed temporary folder
+                os.write(2, b"\nCtrl-C: saving, then stopping; press Ctrl-C again to stop at once\n")
 
     def agreed(self, must_stop: bool = False) -> bool:
         """Whether any process got a signal or must stop; the same answer on all. Call it once per step. Collective.
@@ -105,10 +71,10 @@ class StopSignal:
     def leave(self, step: int) -> None:
         """After saving `step`, exit with EXIT_REQUEUE, which asks a scheduler to queue the job again. Collective."""
         self.accelerator.wait_for_everyone()
-        command = resume_command(self.accelerator.project_dir)
-        sentence = f"stopped by a signal; step {step} is saved; to continue: {command}"
+        continued = f"the same command with --resume --output_dir {self.accelerator.project_dir}"
+        sentence = f"stopped by a signal; step {step} is saved; to continue: {continued}"
         report_to_launcher(sentence)
         if self.accelerator.is_main_process:
-            show(sentence, "yellow")
+            show(sentence)
         self.accelerator.end_training()
         sys.exit(EXIT_REQUEUE)

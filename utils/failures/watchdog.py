@@ -52,7 +52,6 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
                     f"warning: rank {accelerator.process_index} on {socket.gethostname()} has been in one micro-batch "
                     f"for {still_s:.0f} s, after step {accelerator.steps_done}, at {own_line(frames)}; "
                     f"the run ends when a wait for another rank takes {timeout_s:.0f} s",
-                    "yellow",
                     sys.stderr,
                 )
 

@@ -19,19 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ..console import stop
-from ..sampler import GlobalSampler
 from .virtual_processes import Node, current_slot, tree_over_all, tree_push
-
-
-def check(models: list[nn.Module], sampler: GlobalSampler) -> None:
-    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
-        stop(
-            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of equal size"
-        )
 
 
 class BatchNorms:
@@ -74,15 +62,17 @@ class BatchNorms:
             return
         for layer in layers:
             layer.is_averaged = True
-        before, counts_before = map(flatten, split_buffers(layers))
+        is_last = self.accelerator.sync_gradients
+        before = [] if is_last else [buffer.clone() for layer in layers for buffer in layer.buffers(recurse=False)]
         yield
-        statistics, counts = split_buffers(layers)  # again: a layer may have replaced them
-        self._add(flatten(statistics))
-        if self.accelerator.sync_gradients:
-            write(statistics, self._mean())
-        else:  # the next micro-batch begins with the same statistics
-            write(statistics, before)
-            write(counts, counts_before)
+        now = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]  # a layer may have replaced them
+        statistics = [buffer for buffer in now if buffer.is_floating_point()]
+        self._add(torch.cat([tensor.flatten() for tensor in statistics]))
+        if is_last:
+            parts = self._mean().split([tensor.numel() for tensor in statistics])
+            before = [part.view_as(tensor) for part, tensor in zip(parts, statistics, strict=True)]
+        # The next micro-batch begins with the same statistics and counts.
+        torch._foreach_copy_(statistics if is_last else now, before)
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
@@ -98,20 +88,3 @@ class BatchNorms:
         if self.tree is not None:
             return self.tree.total(sums).div_(self.accelerator.layout.virtual_processes)
         return self.accelerator.reduce(sums[0].value.div_(self.accelerator.gradient_accumulation_steps), "mean")
-
-
-def split_buffers(layers: list[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The floating-point buffers of the layers themselves, and the others."""
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    return [b for b in buffers if b.is_floating_point()], [b for b in buffers if not b.is_floating_point()]
-
-
-def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.zeros(0)
-
-
-def write(tensors: list[torch.Tensor], values: torch.Tensor) -> None:
-    """Write values, as from `flatten`, into tensors."""
-    parts = values.split([tensor.numel() for tensor in tensors])
-    if tensors:
-        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

@@ -77,11 +77,6 @@ def train_shards(optimizer: Optimizer) -> None:
         group["params"][:] = shards_of(group["params"])
 
 
-def supports_fused_step(accelerator: Accelerator) -> bool:
-    """Whether SGD can use fused=True: in torch 2.15 not for sharded parameters, unlike AdamW."""
-    return accelerator.distributed_type != DistributedType.FSDP
-
-
 def units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     """The modules that are gathered and freed on their own: entries of lists, such as blocks, and embeddings.
 
@@ -129,7 +124,6 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     average.module)` after `prepare`.
 
     Raises:
-        SystemExit: if the processes have different weights.
         ValueError: by torch, if the model has a parameter without dimensions, which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
@@ -217,9 +211,6 @@ def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: i
     Args:
         make_model: returns a model without buffers, with a method `initialize(name, parameter)`, which draws the
             numbers of a parameter. Under FSDP its constructor runs on the meta device: nothing has numbers yet.
-
-    Raises:
-        SystemExit: if the model has buffers: `make_model` has no way to initialize them.
     """
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     with torch.device("meta" if is_fsdp else "cpu"):

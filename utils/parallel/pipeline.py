@@ -89,19 +89,17 @@ def balance_stages(costs: dict[str, BlockCost], num_stages: int) -> list[list[st
 
 def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
     """One row per stage, for the screen and run.json. Times are for one micro-batch."""
-    total_s = sum(cost.time_s for cost in costs.values())
-    rows = []
-    for index, names in enumerate(stages):
-        time_s = sum(costs[name].time_s for name in names)
-        row = {
+    times = [sum(costs[name].time_s for name in names) for names in stages]
+    return [
+        {
             "stage": index,
             "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
             "parameters": sum(costs[name].parameters for name in names),
             "time_ms": round(1000 * time_s, 2),
-            "time_share": round(time_s / total_s, 4),
+            "time_share": round(time_s / sum(times), 4),
         }
-        rows.append(row)
-    return rows
+        for index, (names, time_s) in enumerate(zip(stages, times, strict=True))
+    ]
 
 
 @dataclasses.dataclass

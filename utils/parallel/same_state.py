@@ -183,7 +183,7 @@ class StepRule:
         if names and stops and not self.is_free:
             stop(sentence.format(join(names)))
         if names and sentence not in self.said and self.accelerator.is_main_process:
-            show(f"warning: {sentence.format(join(names))}", "yellow")
+            show(f"warning: {sentence.format(join(names))}")
         self.said |= {sentence} if names else set()
 
     def _state(self) -> dict[tuple, object]:
@@ -259,8 +259,5 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module], warned: set[st
     # None: of another shape, so it is a cache.
     names = sorted({key[0] for key, pair in differing.items() if None not in pair} - warned)
     if names and accelerator.is_main_process:
-        show(
-            f"warning: {join(names)} differs between processes, so numbers depend on their number: {AVERAGE_BUFFERS}",
-            "yellow",
-        )
+        show(f"warning: {join(names)} differs between processes, so numbers depend on their number: {AVERAGE_BUFFERS}")
     warned.update(names)

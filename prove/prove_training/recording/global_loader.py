@@ -92,7 +92,7 @@ def watch_loader(observed: ModuleType, recording) -> None:
             batch.data, digests = batches.opened(batch.data)
             if digests is None:
                 digests = rows(batch.data)
-            batches.deliver(current, [] if observed.is_stand_in(batch) else digests, batch.data)
+            batches.deliver(current, [] if batch.is_stand_in else digests, batch.data)
             yield batch
         batches.end_pass(current)
 
