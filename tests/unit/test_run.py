@@ -21,11 +21,9 @@ from torch.utils.data import TensorDataset
 from utils import launch, progress
 from utils.best import Best
 from utils.failures.signals import EXIT_REQUEUE
-from utils.layout import Layout
 from utils.loader import GlobalLoader
-from utils.parallel import batch_norm, same_state
+from utils.parallel import same_state
 from utils.run import Run
-from utils.sampler import GlobalSampler
 
 
 def arguments(folder, **changes):
@@ -541,13 +539,11 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
 # --- numbers of steps, and complete runs ------------------------------------------------------
 
 
-def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(start, stops, capsys):
+def test_batch_norm_needs_micro_batches_of_one_size(start, capsys):
     script = Small(norm=nn.BatchNorm1d)
     assert start(script, "even", gradient_accumulation_steps=2) is None
     assert start(script, "odd", gradient_accumulation_steps=2, batch_size=9) == 2
-    sentence = "--batch_size 9 is not divisible by 2 micro-batches, and the model has BatchNorm"
-    assert sentence in capsys.readouterr().err
-    assert sentence in stops(batch_norm.check, [nn.BatchNorm1d(3)], GlobalSampler(36, 9, Layout(processes=2)))
+    assert "--batch_size 9 is not divisible by 2 micro-batches, and the model has BatchNorm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("epochs", [0, -1, 0.625, math.inf])
