@@ -20,9 +20,11 @@ class Best:
 
     def __init__(self, save_best: str | None = None, patience: int = 0):
         self.save_best, self.patience = save_best, patience
-        self.monitor, self.direction = metric_direction(save_best or "loss")
-        if not self.direction:
-            stop(f"--save_best {save_best} does not say which value is best: write min:{save_best} or max:{save_best}")
+        self.direction, _, self.monitor = (save_best or "loss").partition(":")
+        if not self.monitor or self.direction not in ("min", "max"):
+            self.direction, self.monitor = "min", save_best or "loss"
+            if not is_loss(self.monitor):
+                stop(f"--save_best {save_best} does not say which is best: write min:{save_best} or max:{save_best}")
         self.load_state({})
 
     def add(self, numbers: dict[str, float], step: int) -> bool:
@@ -67,11 +69,3 @@ def to_python(value):
 def is_number(value) -> bool:
     """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def metric_direction(metric: str) -> tuple[str, str]:
-    """The name in METRIC, min:METRIC or max:METRIC, and "min", "max" or, for a METRIC that is not a loss, ""."""
-    direction, _, name = metric.partition(":")
-    if direction in ("min", "max") and name:
-        return name, direction
-    return metric, "min" if is_loss(metric) else ""

@@ -256,17 +256,15 @@ class GlobalLoader:
 
     def settings(self) -> dict:
         """What decides, beside the data, which samples a step has."""
-        names = ("batch_size", "drop_last")
-        return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
+        return {"seed": self.seed, "batch_size": self.sampler.batch_size, "drop_last": self.sampler.drop_last}
 
 
 def describe_data(loaders: dict[str, GlobalLoader]) -> dict:
     """The data's facts for run.json and the banner, by the names of the loaders."""
     described = {name: loader.describe() for name, loader in loaders.items()}
-    items = {name: facts["items"] for name, facts in described.items()}
-    orders = {f"{name}_order": facts["order"] for name, facts in described.items() if "order" in facts}
-    fingerprints = dict.fromkeys(facts["fingerprint"] for facts in described.values())
-    return {**items, **orders, "fingerprint": "-".join(fingerprints)}
+    facts = {name: each["items"] for name, each in described.items()}
+    facts |= {f"{name}_order": each["order"] for name, each in described.items() if "order" in each}
+    return facts | {"fingerprint": "-".join(dict.fromkeys(each["fingerprint"] for each in described.values()))}
 
 
 def stream_seed(seed: int | None, name: str, kind: str) -> int:

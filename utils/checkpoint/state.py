@@ -94,13 +94,13 @@ class OptimizerState:
                     group[key] = torch.full_like(group[key], value)
                 elif key not in IMPLEMENTATION and value is not None:  # None: not JSON, so the run's own stays
                     group[key] = tuple(value) if isinstance(value, list) else value
-        positions = {self.names[id(p)]: i for i, p in enumerate(list_parameters(self.optimizer))}  # as torch knows them
-        parameters, state = list_parameters(self.optimizer), {}
+        state, numbered = {}, enumerate(list_parameters(self.optimizer))  # by number, as torch knows them
+        parameters = {self.names[id(parameter)]: (number, parameter) for number, parameter in numbered}
         for key, value in {**stored, **saved["non_tensors"]}.items():
             name, _, entry = key.rpartition("/")
-            if name in positions:  # a pipeline's process has some of the parameters
-                parameter = parameters[positions[name]]
-                state.setdefault(positions[name], {})[entry] = load_entry(parameter, value, stored)
+            if name in parameters:  # a pipeline's process has some of them
+                number, parameter = parameters[name]
+                state.setdefault(number, {})[entry] = load_entry(parameter, value, stored)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
 
@@ -108,10 +108,8 @@ def load_entry(parameter: torch.Tensor, value, stored: dict[str, SavedTensor]):
     """An entry of an optimizer's state: a tensor, or JSON as from `take_out_tensors`."""
     if not isinstance(value, SavedTensor):
         return put_back_tensors(value, stored)
-    if value.shape != parameter.shape:
-        return value.whole().clone()
     # With the strides of the parameter: a fused step reads the memory of both side by side.
-    return read_like(parameter, value)
+    return read_like(parameter, value) if value.shape == parameter.shape else value.whole().clone()
 
 
 class ObjectState:

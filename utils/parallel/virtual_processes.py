@@ -322,15 +322,11 @@ class ShardSum:
     """FSDP's reduce-scatter of one module's gradients, in the order of the tree; with HSDP, its all-reduce as well.
 
     Each process receives one slice of the gradients of its replica's processes: the next leaves. Sums stay sharded
-    between micro-batches: up to log2(V) + 1 slices.
-
-    Args:
-        on_last: is called in the last micro-batch of a step, before the slices travel.
+    between micro-batches: up to log2(V) + 1 slices. In a step's last micro-batch, it calls on_last() before it sends.
     """
 
     def __init__(self, accelerator: Accelerator, on_last: Callable = lambda: None):
-        self.accelerator, self.on_last, self.called_at = accelerator, on_last, None
-        shards = accelerator.layout.shards
+        self.accelerator, self.on_last, self.called_at, shards = accelerator, on_last, None, accelerator.layout.shards
         firsts = [*map(accelerator.layout.slots, range(0, accelerator.num_processes, shards))]
         self.leaves = firsts[accelerator.process_index // shards]  # the first one of each micro-batch
         all_leaves = [[leaf for first in replica for leaf in range(first, first + shards)] for replica in firsts]
@@ -432,12 +428,9 @@ class ShardedGradientSum:
 
 def add_gradients(left: dict, right: dict) -> dict:
     """Add {parameter: gradient} `right` to `left`, in place."""
-    if left and left.keys() == right.keys():
-        torch._foreach_add_(list(left.values()), [right[parameter] for parameter in left])
-        return left
-    for parameter, gradient in right.items():
-        if parameter in left:
-            left[parameter].add_(gradient)
+    both = [parameter for parameter in left if parameter in right]
+    if both:  # torch refuses empty lists
+        torch._foreach_add_([left[parameter] for parameter in both], [right[parameter] for parameter in both])
     for parameter in left.keys() ^ right.keys():
         # As in `flat`, where the missing gradient is zeros: -0.0 becomes 0.0.
         left[parameter] = (left.get(parameter, right.get(parameter))).add_(0)
