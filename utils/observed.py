@@ -24,11 +24,6 @@ def let_processes_differ() -> None:
     runs.same_result = runs.same_state.same_on_all = lambda values: values
 
 
-def items_per_epoch(loader: GlobalLoader) -> int:
-    """How many items an epoch of all processes has, with those that `drop_last` leaves out."""
-    return loader.sampler.length
-
-
 def virtual_processes(run: Run) -> int:
     """The number of virtual processes, with which the bits do not depend on the number of processes; 0: none."""
     return run.accelerator.layout.virtual_processes

@@ -78,7 +78,7 @@ def watch_loader(observed: ModuleType, recording) -> None:
         batches.is_reading = False
         observed.wrap_collate(loader, Tagged, lambda content: batches.opened(content)[0])
         recording.facts.is_exact = True
-        key, facts = batches.key(len(dataset)), {"length": len(dataset), "items": observed.items_per_epoch(loader)}
+        key, facts = batches.key(len(dataset)), {"length": len(dataset), "items": loader.sampler.length}
         facts |= {"given": batch_size, "drop_last": bool(options.get("drop_last"))}
         batches.new_loader(loader, key, sampler="GlobalLoader", **facts)
 
