@@ -18,4 +18,4 @@ come from; a copy can do without it, as the others import nothing of it). Each f
     head -n 1 utils/*.py utils/*/*.py
 """
 
-VERSION = "7"  # also in run.json: which version a copy has; to update one, replace the folder
+VERSION = "8"  # also in run.json: which version a copy has; to update one, replace the folder
