@@ -285,6 +285,7 @@ def test_exchanges_begin_in_the_last_backward_pass_in_one_order(tree_threads, un
     """The last layer's gradients come first; where rank 0 has none, its exchanges wait for the end."""
     monkeypatch.setattr(vp, "BUCKET", 1)
     monkeypatch.setattr(vp, "SMALL", 0)
+    monkeypatch.setattr(vp, "LAG", 2)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size: torch.full((size,), math.nan))
     begun = [], []
 

@@ -42,7 +42,7 @@ from .shards import is_sharded, local_rows
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 BUCKET = 2**21  # gradients that are exchanged at a time
 SMALL = 2**20  # numbers up to which it takes less time to receive all sums than to wait for a second collective
-LAG = 2  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
+LAG = 3  # buckets that begin to travel before the sum of the first one is needed: it may still be on its way
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
 
