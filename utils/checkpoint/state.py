@@ -59,8 +59,11 @@ class ModelState:
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
 
     def load(self, stored: dict[str, SavedTensor], _) -> None:
-        tensors = self.model.state_dict().items()
-        self.model.load_state_dict({name: read_like(tensor, stored[plain_name(name)]) for name, tensor in tensors})
+        state = {}
+        for name, tensor in self.model.state_dict().items():
+            saved = stored[plain_name(name)]
+            state[name] = read_like(tensor, saved) if is_sharded(tensor) else saved.whole()
+        self.model.load_state_dict(state)  # copies
 
 
 class OptimizerState:
