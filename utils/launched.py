@@ -24,7 +24,6 @@ PROMISED_SIZES = {
 }
 
 
-@functools.cache
 def launcher_words() -> list[str] | None:
     """The command-line arguments after `accelerate launch`; None without `accelerate launch`.
 
@@ -51,9 +50,10 @@ def has_launcher() -> bool:
 @functools.cache
 def requested_topology():
     """The launcher's parsed options and its config; each None if there is none."""
-    if launcher_words() is None:
+    words = launcher_words()
+    if words is None:
         return None, None
-    options = launch_command_parser().parse_args(launcher_words())
+    options = launch_command_parser().parse_args(words)
     if options.config_file is None and os.path.isfile(default_config_file) and not options.cpu:
         options.config_file = default_config_file  # Accelerate silently uses it
     return options, load_config_from_file(options.config_file) if options.config_file else None

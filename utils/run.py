@@ -5,7 +5,6 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 
 import argparse
 import atexit
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -298,8 +297,7 @@ class Run:
         self._check_weights()
         self._warn_of_unsaved()
         state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
-        sync = functools.partial(fsync, self.folder.path / "metrics.jsonl")
-        self.checkpoints.save(self.step, {**self.run_state, **state}, sync)
+        self.checkpoints.save(self.step, {**self.run_state, **state}, lambda: fsync(self.folder.metrics_path))
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
@@ -403,7 +401,7 @@ class Run:
         self.accelerator.trackers = []
 
         def write() -> dict:
-            write_json(self.folder.path / "summary.json", summary)
+            write_json(self.folder.summary_path, summary)
             self.progress.say_done(self.step, self.last_test, self.folder.path)
             return summary
 

@@ -41,8 +41,8 @@ class RunFolder:
     """
 
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):
-        self.path, self.resume = Path(path), resume
-        self.metrics_file = None
+        self.path, self.resume, self.metrics_file = Path(path), resume, None
+        self.metrics_path, self.summary_path = self.path / "metrics.jsonl", self.path / "summary.json"
         self.has_checkpoint = on_main(accelerator, self._claim)
 
     def _claim(self) -> bool:
@@ -78,9 +78,8 @@ class RunFolder:
         launches = read_entry(self.path / "run.json", "launches", list) if step else None
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}
         content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*(launches or []), launch]}
-        path = self.path / "metrics.jsonl"
-        self.metrics_file = open(path, "ab")  # noqa: SIM115  stays open
-        self.metrics_file.truncate(min(metrics_bytes, path.stat().st_size))
+        self.metrics_file = open(self.metrics_path, "ab")  # noqa: SIM115  stays open
+        self.metrics_file.truncate(min(metrics_bytes, self.metrics_path.stat().st_size))
         self.metrics_file.seek(0, os.SEEK_END)
         write_json(self.path / "run.json", content)  # also flushes the folder, with the name of metrics.jsonl
 
@@ -94,5 +93,5 @@ class RunFolder:
 
     def read_summary(self, step: int) -> dict | None:
         """summary.json, if the run in this folder was completed at `step`. On the main process."""
-        completed = read_entry(self.path / "summary.json", "step", int) == step
-        return json.loads((self.path / "summary.json").read_text()) if completed and step else None
+        completed = read_entry(self.summary_path, "step", int) == step
+        return json.loads(self.summary_path.read_text()) if completed and step else None

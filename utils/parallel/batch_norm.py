@@ -70,9 +70,9 @@ class BatchNorms:
         self._add(torch.cat([tensor.flatten() for tensor in statistics]))
         if is_last:
             parts = self._mean().split([tensor.numel() for tensor in statistics])
-            before = [part.view_as(tensor) for part, tensor in zip(parts, statistics, strict=True)]
-        # The next micro-batch begins with the same statistics and counts.
-        torch._foreach_copy_(statistics if is_last else now, before)
+            torch._foreach_copy_(statistics, [part.view_as(old) for part, old in zip(parts, statistics, strict=True)])
+        else:  # the next micro-batch begins with the same statistics and counts
+            torch._foreach_copy_(now, before)
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
