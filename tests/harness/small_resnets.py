@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from scripts import model_split, resnet50
+from scripts import model_split
 
 
 def use_4_blocks(setattr) -> None:
@@ -20,13 +19,6 @@ def use_4_blocks(setattr) -> None:
 
     setattr(ResNet, "__init__", init_with_4_blocks)
     setattr(Bottleneck, "expansion", 2)
-
-
-def use_float64(setattr) -> None:
-    """There "equal" and "close" differ. The default type of torch stays float64."""
-    use_4_blocks(setattr)
-    setattr(resnet50, "TEST_BATCH_SIZE", 64)
-    torch.set_default_dtype(torch.float64)
 
 
 class ThinBlock(Bottleneck):

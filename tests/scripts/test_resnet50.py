@@ -49,10 +49,10 @@ def run_4_blocks(tiny_mnist, tmp_path, monkeypatch, home):
 @pytest.mark.slow
 def test_two_processes_are_one_with_two_accumulation_steps(runs, tiny_mnist):
     """Losses, weights, running statistics, moving average, tests with a metric of the library evaluate."""
-    flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 4, "--log_every", 1, *RECIPE]
-    flags += ["--metrics", ROOT / "examples" / "f1_macro"]
-    one = runs("float64_resnet", *flags, "--gradient_accumulation_steps", 2)
-    two = runs("float64_resnet", *flags, on=("cpu_ddp",))
+    flags = ["resnet50", "--float64", "--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 4, "--log_every", 1]
+    flags += [*RECIPE, "--metrics", ROOT / "examples" / "f1_macro"]
+    one = runs("small", *flags, "--gradient_accumulation_steps", 2)
+    two = runs("small", *flags, on=("cpu_ddp",))
     assert two.differs_from(one) <= 1e-8
     assert [line["split"] for line in lines(two.folder)] == ["train"] * 3 + ["test", "train", "test"]
     assert run_reader.summary(two.folder)["test_samples"] == 23
