@@ -82,8 +82,9 @@ def can_fork(environment: dict) -> bool:
 def program(words: list[str], environment: dict, cwd: Path | None = None, streams: list[Path] = ()) -> None:
     """What a fork runs: `python WORDS`, in a session of its own."""
     os.setsid()
+    opened = {stream: os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for stream in dict.fromkeys(streams)}
     for number, stream in enumerate(streams, 1):
-        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(opened[stream], number)
     if cwd is not None:
         os.chdir(cwd)
     os.environ.clear()
@@ -152,7 +153,9 @@ class Started(Fork):
             for pipe in {*pipes}:
                 os.mkfifo(pipe)
             super().__init__(words, context.Process(target=program, args=(words, environment, cwd, pipes)))
-            self.stdout, self.stderr = (pipe.open(errors="replace") for pipe in pipes)  # once the fork has opened it
+            # In the order of the fork, which has opened all of them when the folder is removed.
+            opened = {pipe: pipe.open(errors="replace") for pipe in dict.fromkeys(pipes)}
+            self.stdout, self.stderr = opened[out], opened.get(err)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """As that of a Popen, but what has not ended in time is killed."""
