@@ -81,3 +81,8 @@ def plural(count: int, word: str) -> str:
     """`count` and `word` in the singular or the plural: "1 process", "2 processes"."""
     ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
     return f"{count} {word}{ending}"
+
+
+def join(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

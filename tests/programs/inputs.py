@@ -124,6 +124,7 @@ TOKENS = [
     Input("tokens of odd size", bins("uint8", [1, 2, 3]), "train.bin cannot be read", tokens),
     Input("tokens without val.bin", {"train.bin": bytes(4), "tokenizer.json": SMALL}, "bin cannot be read", tokens),
     Input("tokens and others", bins("uint16") | {"meta.pkl": "x"}, MANY[1:], tokens, "left out: meta.pkl"),
+    Input("tokens and many", bins("uint16") | dict.fromkeys("abcde", "x"), MANY[1:], tokens, "a, b, c and 2 more"),
     Input("tokens --token_dtype of text", PLAIN, "is for a folder with train.bin", partial(tokens, dtype="int32")),
 ]
 

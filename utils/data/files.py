@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..console import is_local_main, show, stop
+from ..console import is_local_main, join, show, stop
 
 # The words that `datasets` takes for splits.
 SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(
@@ -134,4 +134,4 @@ def stop_if_unreadable(file: str) -> Iterator[None]:
 def announce(dataset: str, used: str, left_out: list[str]) -> None:
     """Print what is read of a dataset, and what is not."""
     if is_local_main():
-        show(f"--dataset {dataset}: {used}" + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+        show(f"--dataset {dataset}: {used}" + f"; left out: {join(left_out)}" * bool(left_out))

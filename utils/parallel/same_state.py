@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ..agree import compare, same_on_all
-from ..console import show, stop
+from ..console import join, show, stop
 from .shards import is_sharded, local_rows, plain_name
 
 AVERAGE_BUFFERS = (
@@ -32,11 +32,6 @@ ONCE = (
 def full_name(owner: str, name: str) -> str:
     """The name of a parameter or buffer of the model `owner`, without what its wrappers add."""
     return f"{owner}.{plain_name(name).removeprefix('module.')}"
-
-
-def join(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def sum_bits(accelerator: Accelerator, tensors: dict) -> dict:
