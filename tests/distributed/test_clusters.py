@@ -32,7 +32,9 @@ def skypilot(host: int, port: int) -> tuple[list[str], dict]:
     return ["bash", "-c", f'{script} "$@"', "bash"], variables
 
 
-FLAGS = ["--batch_size", 64, "--num_epochs", 3, "--log_every", 1, "--checkpoint_every", 8]
+# 320 steps: a kill after step 30 comes long before the end. By then the checkpoint of step 16 is complete, because the
+# next one, of step 24, has begun.
+FLAGS = ["--batch_size", 64, "--num_epochs", 20, "--log_every", 10, "--checkpoint_every", 8]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(
 
     for _ in range(losses):
         running = start()
-        hosts.wait_for("step 20/")
+        hosts.wait_for("step 30/")
         hosts.kill(1)
         assert 0 not in hosts.end(running)[0], hosts.tails()
         hosts.clear()

@@ -18,7 +18,8 @@ def test_lost_and_returned_machines_change_no_bit(launcher, small_mnist, tmp_pat
     # The machine with rank 0 and the rendezvous is lost, and comes back.
     assert [row[:2] for row in measured["rows"]] == [["lost", 1], ["back", 1]]
     assert [row[3] for row in measured["rows"]] == [1, 2]
-    assert all(row[-1] <= 60 for row in measured["rows"])  # --checkpoint_every 50, --log_every 10
+    # --checkpoint_every 50: a loss finds the newest checkpoint unfinished where the disk is slow, never the one before.
+    assert all(row[-1] <= 100 for row in measured["rows"])
     run, alone = measured["sha256"]
     assert run == alone
     assert elastic.report(measured)

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, free_port
 from network import ADDRESSES, NAMES
 
-FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
+FLAGS = ["--num_epochs", 6, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
 
 
 @pytest.fixture
@@ -53,16 +53,16 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
         (3, 1, "beta"),
     ]
     assert all("4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1))
-    again = run_many.back_to(run, 32, folders[0] / "again")
+    again = run_many.back_to(run, 80, folders[0] / "again")
     flags[-1] = "again"
     running = hosts.launch(*flags, "--resume", each=[{"cwd": folder} for folder in folders], processes=4)
     assert 0 not in hosts.ends(running)[0], hosts.tails()
-    assert "step_00000032 is intact, but rank 2 cannot read it (manifest.json: " in hosts.tails()
+    assert "step_00000080 is intact, but rank 2 cannot read it (manifest.json: " in hosts.tails()
     assert len(run_reader.launches(again)) == 1
     shutil.copytree(again, folders[1] / "again")
     running = hosts.launch(*flags, "--resume", each=[{"cwd": folder} for folder in folders], processes=4)
     assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
-    assert [launch["from_step"] for launch in run_reader.launches(again)] == [0, 32]
+    assert [launch["from_step"] for launch in run_reader.launches(again)] == [0, 80]
     compare(one_process, again)
 
 
@@ -75,7 +75,7 @@ def test_a_replica_on_each_machine_trains_the_model_of_one_process_also_after_a_
 ):
     flags = [*FLAGS, "--dataset", small_mnist, "--checkpoint_every", 1, "--output_dir", "run", "--resume"]
     running = hosts.launch(*flags, **HSDP)
-    hosts.wait_for("step 10/48")
+    hosts.wait_for("step 10/96")
     hosts.kill(1)
     assert 0 not in hosts.ends(running)[0], hosts.tails()
     running = hosts.launch(*flags, **HSDP)
@@ -84,7 +84,7 @@ def test_a_replica_on_each_machine_trains_the_model_of_one_process_also_after_a_
     compare(one_process, run)
     launches = run_reader.launches(run)
     assert len(launches) == 2
-    assert 5 < launches[1]["from_step"] < 48
+    assert 5 < launches[1]["from_step"] < 96
     assert {launch["distributed_type"] for launch in launches} == {"HSDP 2 x 2"}
     assert [each["host"] for each in launches[1]["processes"]] == ["alpha", "alpha", "beta", "beta"]
     last = run_reader.last_checkpoint(run)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,43 +78,61 @@ def test_a_process_ends_after_what_the_threads_of_gloo_still_do():
     assert done.is_set()
 
 
+class Clock:
+    """In the place of the module time: the watchdog sleeps as long as the test says, however busy the machine is."""
+
+    def __init__(self):
+        self.ticks, self.asleep = threading.Semaphore(0), threading.Semaphore(0)
+
+    def sleep(self, seconds):
+        self.asleep.release()
+        self.ticks.acquire()
+
+    def passes(self, ticks):
+        """Until the watchdog has looked that often."""
+        assert all(self.ticks.release() or self.asleep.acquire(timeout=60) for _ in range(ticks))  # here
+
+
 @pytest.fixture
 def watched(monkeypatch, capsys):
-    """An accelerator of two processes whose micro-batches are late after 0.4 s, and what has been said."""
-    monkeypatch.setattr(watchdog, "SHORTEST_S", 0.4)
-    monkeypatch.setattr(watchdog, "newest", None)  # undone at the end, which ends the thread
+    """An accelerator of two processes whose micro-batches are late after 20 ticks, and what has been said."""
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "newest", None)
     accelerator = SimpleNamespace(num_processes=2, process_index=1, steps_done=6, micro_batches=0)
     accelerator.said = lambda: capsys.readouterr().err.splitlines()
+    accelerator.passes = clock.passes
     watchdog.watch(accelerator, timeout_s=4)
-    return accelerator
+    assert clock.asleep.acquire(timeout=60)
+    yield accelerator
+    watchdog.newest = None
+    clock.ticks.release()  # the thread ends
 
 
 def test_a_micro_batch_that_does_not_end_is_reported_once_with_its_line(watched):
     watched.micro_batches = 1
-    time.sleep(1.5)  # here
+    watched.passes(70)
     (line,) = watched.said()
     place = f"{Path(__file__).name}:{Path(__file__).read_text().partition('# here')[0].count(chr(10)) + 1}"
-    assert re.match(
-        rf"warning: rank 1 on \S+ has been in one micro-batch for \d s, after step 6, at \S*{place}; ", line
-    )
+    assert re.match(rf"warning: rank 1 on \S+ has been in one micro-batch for 6 s, after step 6, at \S*{place}; ", line)
     watched.micro_batches = 2
-    time.sleep(1.0)
+    watched.passes(70)
     assert len(watched.said()) == 1  # of the second one
 
 
 def test_steps_of_many_micro_batches_are_all_right(watched):
     for number in range(1, 10):
         watched.micro_batches = number
-        time.sleep(0.15)
+        watched.passes(20)
     assert watched.said() == []
 
 
 def test_nothing_is_said_before_the_first_batch_and_after_the_run(watched):
-    time.sleep(1.0)
+    watched.passes(70)
     watched.micro_batches = 1
-    time.sleep(0.1)
+    watched.passes(5)
     watched.micro_batches = 0
-    time.sleep(1.0)
+    watched.passes(70)
     assert watched.said() == []
 
 
@@ -124,8 +141,8 @@ def test_a_compilation_is_not_reported(watched, part):
     """Not by torch.compile itself, after which processes that are forked from this one fail."""
     file = Path(torch.__file__).parents[1] / part
     assert file.is_file()
-    compiles = {"time": time}
-    exec(compile("def compiles(): time.sleep(1.0)", file, "exec"), compiles)
+    compiles = {"watched": watched}
+    exec(compile("def compiles(): watched.passes(70)", file, "exec"), compiles)
     watched.micro_batches = 1
     compiles["compiles"]()
     assert watched.said() == []
@@ -133,7 +150,7 @@ def test_a_compilation_is_not_reported(watched, part):
 
 def test_a_slow_checkpoint_is_not_reported(watched, tmp_path, monkeypatch):
     watched.micro_batches = 1
-    monkeypatch.setattr(folder, "fsync", lambda path: time.sleep(1.0))
+    monkeypatch.setattr(folder, "fsync", lambda path: watched.passes(70))
     folder.write_manifest(tmp_path / "manifest.json", {})
     assert watched.said() == []
 

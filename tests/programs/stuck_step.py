@@ -25,10 +25,12 @@ if __name__ == "__main__":
     parser.add_argument("--as_for_a_gpu", action="store_true")
     args = parser.parse_args()
     accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=args.timeout_s, output_dir="run"))
-    StopSignal(accelerator)
+    stop_signal = StopSignal(accelerator)
     accelerator.wait_for_everyone()
     accelerator.print("stuck", flush=True)
     if args.as_for_a_gpu:
         wait_as_for_a_gpu()
-    while True:
-        time.sleep(1000)
+    while not stop_signal.received:
+        time.sleep(0.01)
+    Path(f"stops_{accelerator.process_index}").touch()
+    time.sleep(1000)
