@@ -7,7 +7,7 @@ Read these eight first, in an evening; they have all that decides a number:
     sampler.py                100         which process reads which item, in which step
     randomness.py             110         random numbers by seed, epoch and item
     run.py                    410         steps, logging, checkpoints, resuming
-    metrics.py                210         means that count each sample once
+    metrics.py                200         means that count each sample once
     checkpoint/folder.py      200         files that are whole or not there
     guides/same_numbers.md     90         why all this gives the same numbers
 

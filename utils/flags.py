@@ -79,7 +79,7 @@ class ArgumentParser(argparse.ArgumentParser):
         run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="in steps; 0: every epoch")
         run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="number to keep; 0: all")
         run.add_argument("--save_best", metavar="METRIC", help="keep the best model: by loss, min:NAME or max:NAME")
-        run.add_argument("--patience", type=non_negative_int, default=0, help="stop after N tests that are no better")
+        run.add_argument("--patience", type=non_negative_int, default=0, help="stop when N tests are no better; 0: off")
         run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
         run.add_argument("--log_with", metavar="TRACKER", help="also log to an Accelerate tracker: tensorboard, wandb")
         run.add_argument("--deterministic", action="store_true", help="the same bits in each run; slower on GPUs")

@@ -61,8 +61,8 @@ class Batch(MicroBatch):
         if losses.shape != self.indices.shape:
             raise ValueError(
                 f"mean_loss takes one loss per sample, shape ({len(self)},), or their mean, shape (), but got "
-                f"{tuple(losses.shape)}; if collate_fn leaves items out, filter the dataset instead, or keep them, "
-                "with a weight of 0 by loss_weights"
+                f"{tuple(losses.shape)}: outputs and targets need one shape, and losses a mean over all dimensions but "
+                "the first; if collate_fn leaves items out, filter the dataset, or give them weight 0 by loss_weights"
             )
         losses = self.counted(losses)
         if self.weights is None:

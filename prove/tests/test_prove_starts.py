@@ -161,7 +161,7 @@ def test_a_library_that_processes_cannot_share_is_noticed(folder, library):
     assert imports.load(folder / "train.py", folder) == (library == "plain_library")
 
 
-def test_a_library_has_the_functions_that_it_would_have_if_it_were_imported_later(folder, monkeypatch):
+def test_a_library_has_the_functions_that_it_would_have_if_it_were_imported_later(folder):
     (folder / "train.py").write_text("import plain_library\n")
     assert imports.load(folder / "train.py", folder)
     library, cross_entropy = sys.modules["plain_library"], F.cross_entropy

@@ -70,9 +70,7 @@ HSDP = {"config": "hsdp", "processes": 4, "launch_flags": ["--parallelism_config
 
 
 @pytest.mark.slow
-def test_a_replica_on_each_machine_trains_the_model_of_one_process_also_after_a_kill(
-    hosts, one_process, small_mnist, tmp_path
-):
+def test_a_replica_on_each_machine_trains_the_model_of_one_process_also_after_a_kill(hosts, one_process, small_mnist):
     flags = [*FLAGS, "--dataset", small_mnist, "--checkpoint_every", 1, "--output_dir", "run", "--resume"]
     running = hosts.launch(*flags, **HSDP)
     hosts.wait_for("step 10/96")

@@ -152,7 +152,7 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
     assert (tmp_path / "trapped").exists()  # the trap works
 
 
-def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, whole, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, whole, tmp_path, capsys):
     """RLIMIT_FSIZE stands for the full disk: the kernel refuses the write in its middle, too."""
     import resource
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run(train, tmp_
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_each_checkpoint_flushes_the_log_first(train, tmp_path, monkeypatch):
+def test_each_checkpoint_flushes_the_log_first(train, monkeypatch):
     """The lines that it counts as written are on the disk before it is whole: no resume finds fewer."""
     flushed, fsync = [], os.fsync
 

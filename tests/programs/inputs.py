@@ -181,9 +181,9 @@ IMAGES.append(Input("images of three splits", GOOD | {"val/cat/1.png": PNG}, (TW
 # Tar files
 
 
-def tar(label=lambda n: {"cls": str(n)}, picture="png", more=(), names=("train-0.tar", "val-0.tar")) -> dict:
+def tar(label=lambda n: {"cls": str(n)}, more=(), names=("train-0.tar", "val-0.tar")) -> dict:
     members = [(f"{n}.{end}", text.encode()) for n in (0, 1) for end, text in label(n).items()]
-    return dict.fromkeys(names, (*((f"{n}.{picture}", PNG) for n in (0, 1)), *members, *more))
+    return dict.fromkeys(names, (*((f"{n}.png", PNG) for n in (0, 1)), *members, *more))
 
 
 NUMBERS = ([("0", MEAN), ("1", MEAN)],) * 2

@@ -1,7 +1,8 @@
 """Judges programs with prove, one after the other in one process, which imports PyTorch once.
 
 stdin: a list of programs as JSON, each with the keys name, text, flags and processes. They stand below the working
-directory. stdout: for each name, the exit code and what prove has printed, as JSON.
+directory, each with a copy of utils/ beside it, as a user has it. stdout: for each name, the exit code and what prove
+has printed, as JSON.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def main() -> None:
     folder, said = Path.cwd(), {}
     for program in json.load(sys.stdin):
         place = folder / program["name"].replace(" ", "_")
-        place.mkdir()
+        shutil.copytree(ROOT / "utils", place / "utils")
         os.chdir(place)
         Path("planted.py").write_text(program["text"])
         imports.load_common(Path("planted.py"), place)
@@ -35,7 +37,8 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             code = proof.prove(argparse.Namespace(**OPTIONS, **script))
         said[program["name"]] = code, printed.getvalue()
-        assert [path.name for path in place.iterdir()] == ["planted.py"], "prove has written into the user's folder"
+        files = {path.name for path in place.iterdir()}
+        assert files == {"planted.py", "utils"}, "prove has written into the user's folder"
     print(json.dumps(said))
 
 

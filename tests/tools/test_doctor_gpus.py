@@ -46,7 +46,7 @@ def test_an_all_reduce_that_hangs_is_tried_without_direct_copies(backend, senten
     assert sentence in line
 
 
-def test_a_process_that_waits_for_another_says_so_and_ends(monkeypatch):
+def test_a_process_that_waits_for_another_says_so_and_ends():
     """Rank 0 of two, whose other rank never comes."""
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_a_process_that_waits_for_another_says_so_and_ends(monkeypatch):
     assert (done.returncode, done.stdout) == (1, "hangs\n")
 
 
-def test_a_wrong_sum_and_a_program_that_fails(tmp_path, monkeypatch):
+def test_a_wrong_sum_and_a_program_that_fails(monkeypatch):
     monkeypatch.setattr(gpus, "all_reduce", lambda *args, **more: {"gb_per_s": 1.0, "right": False})
     ((kind, line),) = gpus.check_all_reduce(2, "nccl")
     assert (kind, "WRONG" in line) == ("error", True)

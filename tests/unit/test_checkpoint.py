@@ -722,6 +722,9 @@ def test_a_run_of_another_length_goes_on_with_a_warning_where_no_schedule_knows_
         found = re.findall(r"the run had 40 steps and now has (\d+)", capsys.readouterr().out)
         assert found == (["60"] if steps == 60 else [])
     assert "total_steps was 40 and is 1" in refused(build(1, accelerator, **PARTS["function"]), {"total_steps": 1})
+    with pytest.raises(SystemExit):
+        checkpoints(accelerator, tmp_path, build(1, accelerator, torch.optim.SGD), {"total_steps": 60}).load()
+    assert "warning" not in capsys.readouterr().out  # the error is enough
 
 
 def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_path, accelerator, refused):

@@ -50,7 +50,7 @@ def test_flags_of_a_group_that_may_change_are_named_in_the_namespace():
     assert with_defaults(argparse.Namespace(lr=0.1)).may_change == []
 
 
-def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
+def test_only_scripts_that_can_resume_get_the_flags_for_that():
     parser = ArgumentParser()
     parser.add_run_flags(log_every=10)
     args = parser.parse_args([])

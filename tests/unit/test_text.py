@@ -30,10 +30,10 @@ def write_files(folder, contents):
     return str(folder)
 
 
-def write_parquet(folder, name="text", **splits):
+def write_parquet(folder, **splits):
     folder.mkdir()
     for split, rows in splits.items():
-        table = datasets.Dataset.from_dict({"id": ["x"] * len(rows), name: rows})
+        table = datasets.Dataset.from_dict({"id": ["x"] * len(rows), "text": rows})
         table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
     return str(folder)
 
@@ -230,11 +230,11 @@ def test_many_tokens_have_four_bytes(tmp_path):
     assert inputs.tolist() == [[70_000, 69_999, 3]]
 
 
-def prepared(folder, train, test, dtype=np.uint16):
+def prepared(folder, train, test):
     """A folder with tokens as nanoGPT prepares them: an EOS after each document."""
     folder.mkdir(exist_ok=True)
-    np.array(train, dtype).tofile(folder / "train.bin")
-    np.array(test, dtype).tofile(folder / "val.bin")
+    np.array(train, np.uint16).tofile(folder / "train.bin")
+    np.array(test, np.uint16).tofile(folder / "val.bin")
     return str(folder)
 
 

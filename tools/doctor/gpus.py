@@ -33,8 +33,8 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def seconds(call, *used: torch.device, rounds: int = 5) -> float:
-    """The fastest of some calls, after one for warm-up."""
+def seconds(call, *used: torch.device) -> float:
+    """The fastest of five calls, after one for warm-up."""
 
     def synchronize():
         for device in used:
@@ -42,7 +42,7 @@ def seconds(call, *used: torch.device, rounds: int = 5) -> float:
                 torch.cuda.synchronize(device)
 
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(6):
         synchronize()
         began = time.perf_counter()
         call()

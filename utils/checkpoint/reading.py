@@ -48,12 +48,6 @@ def check_fits(checkpoints, saved: dict, step: int) -> None:
     before, total_steps, now = saved["total_steps"], checkpoints.must_match["total_steps"], {**checkpoints.must_match}
     if total_steps >= step:
         now["total_steps"] = before
-    if total_steps != before and checkpoints.accelerator.is_main_process:
-        # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
-        show(
-            f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
-            "number, as in LambdaLR, goes on with another learning rate"
-        )
     for kind in now | saved:
         path = "" if kind in ("flags", "models", "state") else kind
         reasons = differences(saved.get(kind), now.get(kind), path)
@@ -61,6 +55,12 @@ def check_fits(checkpoints, saved: dict, step: int) -> None:
             reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
             shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
             stop(f"the run in {checkpoints.folder.parent} cannot be resumed with different arguments: {shown}")
+    if total_steps != before and checkpoints.accelerator.is_main_process:
+        # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
+        show(
+            f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
+            "number, as in LambdaLR, goes on with another learning rate"
+        )
 
 
 def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, dict[str, dict[str, SavedTensor]]]:

@@ -150,7 +150,7 @@ class StepRule:
         self.after = self._state()
 
     def end(self, is_last: bool) -> None:
-        """The loop asks for the next micro-batch; is_last: that is one of another step."""
+        """The loop asks for the next micro-batch; is_last: which begins another step."""
         batch, layout = self.batch, self.accelerator.layout
         self.had_backward |= set() if batch.is_stand_in else {self.passes > 0}
         some = ["accelerator.backward"] if len(self.had_backward) > 1 else []

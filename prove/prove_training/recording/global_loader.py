@@ -10,6 +10,7 @@ Checkpoints (`save`, `wait`) and Batch (`data`). A script of another version is 
 
 import contextlib
 import importlib
+import os
 from types import ModuleType
 
 from ..tensors import rows
@@ -48,6 +49,7 @@ def watch(accelerator: type, recording) -> None:
     if version != VERSION:
         recording.facts.other_version = f"{package}.observed has version {version} instead of {VERSION}"
         return
+    recording.where.library = os.path.join(os.path.dirname(observed.__file__), "")
     observed.let_processes_differ()
     watch_loader(observed, recording)
     watch_run(observed, recording)

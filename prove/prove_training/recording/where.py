@@ -29,11 +29,16 @@ class Where:
     def __init__(self, root: str):
         self.root, self.inside = root, os.path.join(root, "")
         self.begin = None  # the function that begins this process: who calls it is another process
+        self.library = OWN  # a folder in the script's whose lines no user writes: utils/ of a copy
 
     def is_own(self, file: str) -> bool:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
         is_inside = file.startswith(self.inside) and not file.startswith(OWN)
         return is_inside and "site-packages" not in file.removeprefix(self.root)
+
+    def is_shown(self, file: str) -> bool:
+        """Whether a line of this file tells a user where a mistake is."""
+        return self.is_own(file) and not file.startswith(self.library)
 
     def has(self, *words: str) -> bool:
         """Whether one of these words is in a file of the script that has been imported."""
@@ -52,13 +57,13 @@ class Where:
 
     def last_of(self, frames) -> str:
         """The same for a traceback."""
-        own = [frame for frame in frames if self.is_own(frame.filename)]
+        own = [frame for frame in frames if self.is_shown(frame.filename)]
         return f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else ""
 
     def doing(self, frames) -> str:
         """What a traceback's last line of the script has called, as "in the backward pass at train.py:27"."""
         frames, name = list(frames), ""
-        while frames and not self.is_own(frames[-1].filename):
+        while frames and not self.is_shown(frames[-1].filename):
             last = frames.pop()
             if not last.filename.startswith(OWN) and not last.name.startswith("_") and last.name != "wrapper":
                 name = last.name
@@ -70,7 +75,7 @@ class Where:
         frame, names = sys._getframe(1), []
         while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", PACKAGE):
             frame = frame.f_back
-        while frame is not None and not self.is_own(frame.f_code.co_filename):
+        while frame is not None and not self.is_shown(frame.f_code.co_filename):
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         return " < ".join(names + list(itertools.islice(self._frames(), 3)))
@@ -87,7 +92,7 @@ class Where:
         frame = sys._getframe(1)
         while frame is not None and frame.f_code is not self.begin:
             file = frame.f_code.co_filename
-            if self.is_own(file):
+            if self.is_shown(file):
                 yield f"{os.path.relpath(file, self.root)}:{frame.f_lineno} {frame.f_lasti}"
             frame = frame.f_back
 
