@@ -13,6 +13,7 @@ OTHERS = """
     Module 'accuracy' doesn't exist on the Hugging Face Hub either | SignalException
     unable to allocate shared memory(shm) for file | DataLoader worker (pid 7) is killed by signal: Killed
     ConnectionResetError | BrokenPipeError | EOFError | rebuild_storage_fd
+    'DataLoader' object has no attribute 'num_samples'
     Bus error | Expected to mark a variable ready only once | Expected to have finished reduction in the prior iteration
 """
 
