@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
@@ -15,13 +16,20 @@ from unittest import mock
 
 import preloaded
 import psutil
+from filelock import FileLock, Timeout
 from network import ADDRESSES, NAMES, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Of this worker of pytest alone, and below those that the kernel gives to connections.
-PORTS = itertools.count(10000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+# Below those that the kernel gives to connections. A lock that ends with this process keeps each thousand from other
+# workers of pytest, and from other sessions of it on this machine.
+for first in range(10000, 32000, 1000):
+    THOUSAND = FileLock(Path(tempfile.gettempdir()) / f"ports_from_{first}.lock", mode=0o666)
+    with contextlib.suppress(Timeout, OSError):
+        THOUSAND.acquire(blocking=False)
+        break
+PORTS = itertools.count(first)
 
 
 def free_port() -> int:
