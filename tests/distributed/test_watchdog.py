@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,8 @@ def test_each_rank_says_where_it_is_in_a_step_that_does_not_end_and_a_killed_one
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(launcher, small_mnist):
     """One that frees a tensor then would abort the process, whose run was a success."""
-    flags = ["--dataset", small_mnist, "--output_dir", "run", "--max_steps", 3]
+    # The watchdog looks every 0.3 s, and keeps nothing of what it has seen.
+    flags = ["--dataset", small_mnist, "--output_dir", "run", "--batch_size", 16, "--num_epochs", 10, "--timeout_s", 20]
     done = launcher("cpu_ddp", *flags, script=ROOT / "tests" / "programs" / "threads_at_exit")
     assert done.stdout.count("0 threads of gloo") == 2
 
@@ -125,6 +127,17 @@ def test_steps_of_many_micro_batches_are_all_right(watched):
         watched.micro_batches = number
         watched.passes(20)
     assert watched.said() == []
+
+
+def test_what_it_has_seen_ends_with_the_function_that_has_it(watched):
+    """Such as the activations of a forward pass, or the model of a run, which keeps the threads of gloo."""
+
+    def forward():
+        activations = torch.ones(2)
+        watched.passes(1)
+        return weakref.ref(activations)
+
+    assert forward()() is None
 
 
 def test_nothing_is_said_before_the_first_batch_and_after_the_run(watched):

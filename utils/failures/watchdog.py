@@ -41,18 +41,27 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
             orphaned_s += tick_s if launcher not in (None, os.getppid()) else 0
             if orphaned_s > timeout_s:
                 os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
-            frames = [*traceback.walk_stack(sys._current_frames().get(watched))]
-            is_long = any(part in frame.f_code.co_filename for frame, _ in frames for part in LONG)
-            if is_long or not accelerator.micro_batches or accelerator.micro_batches != counted:
+            line = line_of(watched)
+            if line is None or not accelerator.micro_batches or accelerator.micro_batches != counted:
                 counted, still_s = accelerator.micro_batches, 0.0
                 continue
             was_patient, still_s = still_s <= patience_s, still_s + tick_s
             if was_patient and still_s > patience_s:  # once per micro-batch
                 show(
                     f"warning: rank {accelerator.process_index} on {socket.gethostname()} has been in one micro-batch "
-                    f"for {still_s:.0f} s, after step {accelerator.steps_done}, at {own_line(frames)}; "
+                    f"for {still_s:.0f} s, after step {accelerator.steps_done}, at {line}; "
                     f"the run ends when a wait for another rank takes {timeout_s:.0f} s",
                     sys.stderr,
                 )
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()
+
+
+def line_of(thread: int) -> str | None:
+    """The script's line at which a thread is; None in what may take long.
+
+    No frame is kept: its variables would live until the next look, and a model the run's end with the threads of gloo.
+    """
+    frames = [*traceback.walk_stack(sys._current_frames().get(thread))]
+    is_long = any(part in frame.f_code.co_filename for frame, _ in frames for part in LONG)
+    return None if is_long else own_line(frames)
