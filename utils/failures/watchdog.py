@@ -34,34 +34,25 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
     patience_s = max(PATIENCE * timeout_s, SHORTEST_S)
 
     def run() -> None:
-        # Seconds are counted and not measured, because a process may be stopped, as by Ctrl-Z.
-        tick_s, counted, still_s, orphaned_s = patience_s / 20, 0, 0.0, 0.0
+        # Ticks are counted and not seconds, because a process may be stopped, as by Ctrl-Z.
+        tick_s, ticks, counted, orphaned_s = patience_s / 20, 0, 0, 0.0
         while newest is mine:
             time.sleep(tick_s)
             orphaned_s += tick_s if launcher not in (None, os.getppid()) else 0
             if orphaned_s > timeout_s:
                 os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
-            line = line_of(watched)
-            if line is None or not accelerator.micro_batches or accelerator.micro_batches != counted:
-                counted, still_s = accelerator.micro_batches, 0.0
-                continue
-            was_patient, still_s = still_s <= patience_s, still_s + tick_s
-            if was_patient and still_s > patience_s:  # once per micro-batch
+            frames = [*traceback.walk_stack(sys._current_frames().get(watched))]
+            is_long = any(part in frame.f_code.co_filename for frame, _ in frames for part in LONG)
+            now = accelerator.micro_batches
+            goes_on = is_long or not now or now != counted
+            counted, ticks = now, 0 if goes_on else ticks + 1
+            if ticks == 20:  # once per micro-batch
                 show(
                     f"warning: rank {accelerator.process_index} on {socket.gethostname()} has been in one micro-batch "
-                    f"for {still_s:.0f} s, after step {accelerator.steps_done}, at {line}; "
+                    f"for {patience_s:.0f} s, after step {accelerator.steps_done}, at {own_line(frames)}; "
                     f"the run ends when a wait for another rank takes {timeout_s:.0f} s",
                     sys.stderr,
                 )
+            del frames  # their variables would live until the next look, and main's model keeps the threads of gloo
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()
-
-
-def line_of(thread: int) -> str | None:
-    """The script's line at which a thread is; None in what may take long.
-
-    No frame is kept: its variables would live until the next look, and a model the run's end with the threads of gloo.
-    """
-    frames = [*traceback.walk_stack(sys._current_frames().get(thread))]
-    is_long = any(part in frame.f_code.co_filename for frame, _ in frames for part in LONG)
-    return None if is_long else own_line(frames)
