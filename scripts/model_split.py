@@ -7,7 +7,7 @@
 A single process splits the model over its devices (dp.yaml: all GPUs). With several processes, each has one stage. If
 --num_stages is less than the number of processes, several replicas of the pipeline share the batch.
 
-Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.14: two processes with one thread each reach 1.57 times
+Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.14: two processes with one thread each reach 1.40 times
 the images/s of the unsplit model on one thread (4 micro-batches of 16 images of 64 pixels; the ideal is 1.60).
 
 Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B, D. Narayanan et al.,
