@@ -6,6 +6,7 @@ line in /proc (psutil is told instead), a fresh interpreter's memory, and its en
 """
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,7 +54,7 @@ def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subpr
     """Run `python WORDS` to its end; None if that takes a fresh interpreter.
 
     Raises:
-        subprocess.TimeoutExpired: after `timeout` seconds; the process is killed.
+        subprocess.TimeoutExpired: after `timeout` seconds. What it said, and the stacks of its processes, are printed.
     """
     if not can_fork(environment):
         return None
@@ -62,8 +64,13 @@ def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subpr
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            processes = [*psutil.Process(process.pid).children(recursive=True), process]
+            for one in processes:
+                one.send_signal(signal.SIGUSR2)
+                time.sleep(0.2)  # one writes at a time
+            for one in processes:
                 one.kill()
+            print(*(stream.read_text(errors="replace")[-10_000:] for stream in streams), sep="\n")
             raise
         said = (stream.read_text(errors="replace") for stream in streams)
         return subprocess.CompletedProcess(words, process.returncode, *said)
@@ -85,6 +92,7 @@ def program(words: list[str], environment: dict, cwd: Path | None = None, stream
     opened = {stream: os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for stream in dict.fromkeys(streams)}
     for number, stream in enumerate(streams, 1):
         os.dup2(opened[stream], number)
+    faulthandler.register(signal.SIGUSR2)
     if cwd is not None:
         os.chdir(cwd)
     os.environ.clear()
