@@ -40,17 +40,16 @@ def explain(error: BaseException) -> str | None:
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". This is typically")[0]
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
-        line=own_line(reversed([*traceback.walk_tb(error.__traceback__)])),
+        line=own_line(reversed(traceback.extract_tb(error.__traceback__))),
         reason=reason.rstrip(". "),
     )
 
 
-def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost of `frames` (see traceback.walk_stack) that is neither in a library nor calls one."""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if "-packages" not in file and not file.startswith((STANDARD_LIBRARY, *WRAPPERS, "<")):
-            return f"{os.path.relpath(file)}:{line}"
+def own_line(calls: Iterable[traceback.FrameSummary]) -> str:
+    """FILE:LINE of the first of `calls`, the innermost first, that is neither in a library nor calls one."""
+    for call in calls:
+        if "-packages" not in call.filename and not call.filename.startswith((STANDARD_LIBRARY, *WRAPPERS, "<")):
+            return f"{os.path.relpath(call.filename)}:{call.lineno}"
     return "an unknown line"
 
 

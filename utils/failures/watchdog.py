@@ -41,18 +41,18 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
             orphaned_s += tick_s if launcher not in (None, os.getppid()) else 0
             if orphaned_s > timeout_s:
                 os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
-            frames = [*traceback.walk_stack(sys._current_frames().get(watched))]
-            is_long = any(part in frame.f_code.co_filename for frame, _ in frames for part in LONG)
             now = accelerator.micro_batches
-            goes_on = is_long or not now or now != counted
-            counted, ticks = now, 0 if goes_on else ticks + 1
+            ticks, counted = ticks + 1 if 0 < now == counted else 0, now
+            # Of a thread that waits: with one that runs, Python 3.11 may end with signal 11, or hang
+            # (github.com/python/cpython/issues/106883).
+            stack = traceback.extract_stack(sys._current_frames().get(watched)) if 10 < ticks <= 20 else []
+            ticks = 0 if any(part in call.filename for call in stack for part in LONG) else ticks
             if ticks == 20:  # once per micro-batch
                 show(
                     f"warning: rank {accelerator.process_index} on {socket.gethostname()} has been in one micro-batch "
-                    f"for {patience_s:.0f} s, after step {accelerator.steps_done}, at {own_line(frames)}; "
+                    f"for {patience_s:.0f} s, after step {accelerator.steps_done}, at {own_line(reversed(stack))}; "
                     f"the run ends when a wait for another rank takes {timeout_s:.0f} s",
                     sys.stderr,
                 )
-            del frames  # their variables would live until the next look, and main's model keeps the threads of gloo
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()
