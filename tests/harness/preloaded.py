@@ -92,7 +92,7 @@ def program(words: list[str], environment: dict, cwd: Path | None = None, stream
     opened = {stream: os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for stream in dict.fromkeys(streams)}
     for number, stream in enumerate(streams, 1):
         os.dup2(opened[stream], number)
-    faulthandler.register(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2, file=2)
     if cwd is not None:
         os.chdir(cwd)
     os.environ.clear()
