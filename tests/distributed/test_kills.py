@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -160,8 +161,16 @@ def test_kills_of_random_ranks_change_nothing(world, shards, kills, tmp_path, wh
 def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(tmp_path, whole, monkeypatch):
     write, run, log = disk.write_tensors, tmp_path / "run", tmp_path / "log"
     expected, flags = whole(1)
-    with monkeypatch.context() as patch:  # the first file is written, and the second one never
-        patch.setattr(disk, "write_tensors", lambda *args: (is_writing(run) and time.sleep(600), write(*args))[1])
+
+    def write_one_file(*args):
+        while is_writing(run):
+            time.sleep(0.05)
+            # Python does not handle a signal that came just before a wait, here for this thread, until another comes.
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_tensors", write_one_file)
         (child,) = start(1, tmp_path, [*flags, run])
     for has_come in (lambda: is_writing(run), lambda: "press Ctrl-C again" in log.read_text()):
         until = time.monotonic() + 120

@@ -33,4 +33,5 @@ if __name__ == "__main__":
     while not stop_signal.received:
         time.sleep(0.01)
     Path(f"stops_{accelerator.process_index}").touch()
-    time.sleep(1000)
+    while True:  # not one long sleep: Python would miss a signal that comes just before it
+        time.sleep(0.01)
