@@ -59,7 +59,7 @@ def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
     line = sys._getframe().f_lineno + 2
     with pytest.raises(AttributeError) as error:
         functions["backward"](loss=None)
-    assert own_line(reversed(traceback.extract_tb(error.tb))) == f"{os.path.relpath(__file__)}:{line}"
+    assert own_line(traceback.extract_tb(error.tb)) == f"{os.path.relpath(__file__)}:{line}"
 
 
 # --- a process that is lost -------------------------------------------------------------------

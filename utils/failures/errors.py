@@ -6,7 +6,6 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..console import show_error
@@ -40,14 +39,14 @@ def explain(error: BaseException) -> str | None:
     reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". This is typically")[0]
     return sentence.format(
         rank=f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}",
-        line=own_line(reversed(traceback.extract_tb(error.__traceback__))),
+        line=own_line(traceback.extract_tb(error.__traceback__)),
         reason=reason.rstrip(". "),
     )
 
 
-def own_line(calls: Iterable[traceback.FrameSummary]) -> str:
-    """FILE:LINE of the first of `calls`, the innermost first, that is neither in a library nor calls one."""
-    for call in calls:
+def own_line(stack: traceback.StackSummary) -> str:
+    """FILE:LINE of the innermost call of `stack` that is neither in a library nor calls one."""
+    for call in reversed(stack):
         if "-packages" not in call.filename and not call.filename.startswith((STANDARD_LIBRARY, *WRAPPERS, "<")):
             return f"{os.path.relpath(call.filename)}:{call.lineno}"
     return "an unknown line"

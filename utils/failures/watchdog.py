@@ -43,14 +43,15 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
                 os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
             now = accelerator.micro_batches
             ticks, counted = ticks + 1 if 0 < now == counted else 0, now
-            # Of a thread that waits: with one that runs, Python 3.11 may end with signal 11, or hang
-            # (github.com/python/cpython/issues/106883).
-            stack = traceback.extract_stack(sys._current_frames().get(watched)) if 10 < ticks <= 20 else []
-            ticks = 0 if any(part in call.filename for call in stack for part in LONG) else ticks
-            if ticks == 20:  # once per micro-batch
+            if not 10 < ticks <= 20:  # not the stack of a thread that runs: Python 3.11 may end with signal 11, or hang
+                continue  # (github.com/python/cpython/issues/106883)
+            stack = traceback.extract_stack(sys._current_frames().get(watched))
+            if any(part in call.filename for call in stack for part in LONG):
+                ticks = 0
+            elif ticks == 20:  # once per micro-batch
                 show(
                     f"warning: rank {accelerator.process_index} on {socket.gethostname()} has been in one micro-batch "
-                    f"for {patience_s:.0f} s, after step {accelerator.steps_done}, at {own_line(reversed(stack))}; "
+                    f"for {patience_s:.0f} s, after step {accelerator.steps_done}, at {own_line(stack)}; "
                     f"the run ends when a wait for another rank takes {timeout_s:.0f} s",
                     sys.stderr,
                 )
