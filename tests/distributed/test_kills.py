@@ -163,7 +163,9 @@ def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(tmp_path, whole, monkey
     expected, flags = whole(1)
 
     def write_one_file(*args):
-        for _ in range(10_000 if is_writing(run) else 0):  # for some minutes
+        """The first file is written, and the second one not while this test runs."""
+        until = time.monotonic() + 600
+        while is_writing(run) and time.monotonic() < until:
             time.sleep(0.05)
             # Python does not handle a signal that came just before a wait, here for this thread, until another comes.
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
